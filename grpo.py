@@ -16,9 +16,12 @@ does not outweigh one that spawns two. J is the mean over all trees of the batch
 
 Because the weights are known before any forward pass, a batch is a flat list of rows, one a node,
 and a token's contribution is weight * min(...): the sum over rows does not depend on how they are
-cut into micro-batches. pi_old are the trainer's own log-probabilities before the update, so rho = 1
-on the first update of a batch; that the sampler's differ a little (precision, kernels) is a
-separate weight pi_old / pi_sampler, truncated (as in TIS) and detached.
+cut into micro-batches, or which rank computes them. A micro-batch is a pack: rows one after another
+without padding, each of which sees only itself.
+
+pi_old are the trainer's own log-probabilities before the update, so rho = 1 on the first update of
+a batch; that the sampler's differ a little (precision, kernels) is a separate weight
+pi_old / pi_sampler, truncated (as in TIS) and detached.
 
 The defaults of GRPOConfig differ in one place: 1/|y| is a constant, so that a token weighs the
 same in a short turn and in a long one.
@@ -122,30 +125,46 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig) -> list[Row]:
     return rows
 
 
-def micro_batches(rows: list[Row], max_tokens: int) -> list[list[Row]]:
-    """Rows of similar length together, each batch at most max_tokens, padding included (a row
-    longer than that is a batch of its own)."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: len(row.ids)):
-        if not batches or (len(batches[-1]) + 1) * len(row.ids) > max_tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+def micro_batches(rows: list[Row], max_tokens: int, square: float = 0.0, rank: int = 0,
+                  ranks: int = 1) -> list[list[Row]]:
+    """This rank's share of the rows, as packs of at most max_tokens (a longer row is a pack of its
+    own). Every rank gets as many packs; some are empty where there is too little to share.
+
+    A row of T tokens costs T (1 + square T), the second term being attention. The longest first,
+    each goes to the cheapest pack that has room; packs of similar cost go to the ranks side by
+    side, because they run in step.
+    """
+    def cost(row: Row) -> float:
+        return len(row.ids) * (1 + square * len(row.ids))
+
+    tokens = sum(len(row.ids) for row in rows)
+    least = max(-(-tokens // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
+    packs = [[] for _ in range(min(-(-least // ranks) * ranks, len(rows)))]
+    room, costs = [max_tokens] * len(packs), [0.0] * len(packs)
+    for row in sorted(rows, key=cost, reverse=True):
+        fits = [i for i, free in enumerate(room) if free >= len(row.ids) or not packs[i]]
+        if not fits:
+            fits = [len(packs)]
+            packs.append([]), room.append(max_tokens), costs.append(0.0)
+        i = min(fits, key=costs.__getitem__)
+        packs[i].append(row)
+        room[i] -= len(row.ids)
+        costs[i] += cost(row)
+    packs.sort(key=lambda pack: -sum(map(cost, pack)))
+    packs += [[] for _ in range(-len(packs) % ranks)]
+    return packs[rank::ranks]
 
 
-def collate(rows: list[Row], device) -> dict[str, Tensor]:
-    """Tensors of a micro-batch: ids and mask (B, T), padded on the right; the rest (N,), one
-    entry per sampled token, rows one after another, as model.logprobs orders them."""
-    width = max(len(row.ids) for row in rows)
-
+def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
+    """Tensors of a pack: ids and mask (1, T), rows one after another; their lengths; the rest (N,),
+    one entry per sampled token, as model.logprobs orders them. No rows: one token, not sampled."""
     def flat(value):
         return torch.tensor([v for row in rows for v in value(row)], device=device)
 
     return {
-        "ids": torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows],
-                            device=device),
-        "mask": torch.tensor([row.mask + [0] * (width - len(row.ids)) for row in rows],
-                             device=device),
+        "ids": torch.tensor([[i for row in rows for i in row.ids] or [0]], device=device),
+        "mask": torch.tensor([[m for row in rows for m in row.mask] or [0]], device=device),
+        "lengths": [len(row.ids) for row in rows] or [1],
         "sampler_logprobs": flat(lambda r: [p for p, m in zip(r.logprobs, r.mask) if m]),
         "advantages": flat(lambda r: [r.advantage] * sum(r.mask)),
         "weights": flat(lambda r: [r.weight] * sum(r.mask)),
@@ -165,6 +184,6 @@ def policy_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, sampler_logprobs_N: 
     trust_N = gap_N.exp().clamp(max=config.gap_max)
     loss = -(weights_N * trust_N * surrogate_N).sum()
     stats = {"tokens": len(logprobs_N), "gap": gap_N.abs().sum().item(),
-             "gap_max": gap_N.abs().max().item(),
+             "gap_max": gap_N.abs().max().item() if len(gap_N) else 0.0,
              "clipped": (ratio_N * advantages_N > clipped_N * advantages_N).sum().item()}
     return loss, stats

@@ -5,8 +5,9 @@ RMSNorm on every query and key head before the rotation, and no biases anywhere.
 are those of the Hugging Face checkpoints, so reading one needs no mapping and what was trained
 loads in transformers or vLLM. The tiny model is this same class with a small config.
 
-The KV cache is not here. Attention hands its queries, keys and values to `attend`, which the
-sampler provides; without one it is plain causal attention over the row.
+The KV cache is not here. Attention hands its queries, keys and values to `attend`: the sampler
+brings one, `confined` is that of rows packed one after another without padding, each of which sees
+only itself; without one it is plain causal attention over the row.
 
 LoRA freezes every weight and adds (alpha / rank) B A to each linear layer of attention and MLP. The
 sampler and checkpoints get the sum, computed in float32 one matrix at a time; adapters are saved
@@ -23,12 +24,14 @@ N sampled tokens of a batch, R rank.
 """
 import contextlib
 import glob
+import inspect
 import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+    if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+        varlen_attn = None
+except ImportError:
+    varlen_attn = None
 
 SHARD_BYTES = 4 << 30  # a checkpoint is written in files of at most this size
 LOGITS_BYTES = 1 << 27  # float32 logits that exist at a time in `logprobs`
@@ -147,14 +157,20 @@ class Qwen3(nn.Module):
         """(B, T) ids -> (B, T, V) logits."""
         return self.lm_head(self.hidden(ids_BT))
 
-    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor, chunk: int | None = None):
+    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor, lengths: list[int] | None = None,
+                 chunk: int | None = None):
         """Log-probability and entropy (nats) of each token where mask is 1, given those before.
 
-        Returns two float32 tensors of shape (N,), rows one after another. The logits exist for
-        `chunk` tokens at a time (by default LOGITS_BYTES of them): a 32k row over 151,936 entries
-        would be 20 GB. Entropy has no gradient. The first token of a row cannot be masked 1.
+        With `lengths` B is 1 and T is so many rows one after another, each of which sees only
+        itself. Returns two float32 tensors of shape (N,), rows one after another. The logits exist
+        for `chunk` tokens at a time (by default LOGITS_BYTES of them): a 32k row over 151,936
+        entries would be 20 GB. Entropy has no gradient. A row's first token is never masked 1.
         """
-        x_BTD = self.hidden(ids_BT)
+        if lengths is None:
+            x_BTD = self.hidden(ids_BT)
+        else:
+            positions_T = torch.cat([torch.arange(n) for n in lengths]).to(ids_BT.device)
+            x_BTD = self.hidden(ids_BT, positions_T[None], confined(lengths, ids_BT.device))
         wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
         x_ND, target_N = x_BTD[:, :-1][wanted], ids_BT[:, 1:][wanted]
         chunk = chunk or max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
@@ -444,6 +460,26 @@ def rotate(x: Tensor, rope) -> Tensor:
     cos, sin = rope
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat((-b, a), -1) * sin  # B T H E
+
+
+def confined(lengths: list[int], device: torch.device):
+    """`attend` for rows of these lengths packed into one: causal attention within each. No T x T
+    mask is made. Flash attention over all rows at once where there is a kernel for it, else SDPA
+    on one row after another."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if varlen_attn and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # T H E, T K E, T K E
+            out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0),
+                              enable_gqa=True)
+            return out.transpose(0, 1)[None]  # 1 H T E
+        rows = zip(*(x.split(lengths, 2) for x in (q, k, v)))
+        return torch.cat([F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+                          for row in rows], 2)  # 1 H T E
+
+    return attend
 
 
 def _shards(path: str) -> list[str]:

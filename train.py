@@ -95,7 +95,7 @@ class UpdateConfig:
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
     max_norm: float = flag(1.0, "gradients are clipped to this norm")
-    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, padding included", 1)
+    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, rows packed", 1)
     credit: str = flag("inherit", "inherit: children have their root's advantage; root: they are "
                                   "not trained")
     children: str = flag("mean", "weights below a node with k children: mean: 1/k; sum: 1")
@@ -273,7 +273,8 @@ class Trainer:
             loss = 0.0
             for part in grpo.micro_batches(batch, self.update_config.micro_tokens):
                 tensors = grpo.collate(part, self.model.device)
-                logprobs, _ = self.model.logprobs(tensors["ids"], tensors["mask"])
+                logprobs, _ = self.model.logprobs(tensors["ids"], tensors["mask"],
+                                                  tensors["lengths"])
                 part_loss = -logprobs.sum() / tokens
                 part_loss.backward()
                 loss += part_loss.item()
@@ -345,7 +346,7 @@ class Trainer:
         total, stats, entropy = 0.0, Counter(), 0.0
         for part in grpo.micro_batches(rows, self.update_config.micro_tokens):
             t = grpo.collate(part, self.model.device)
-            logprobs, entropies = self.model.logprobs(t["ids"], t["mask"])
+            logprobs, entropies = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
             loss, s = grpo.policy_loss(logprobs, logprobs.detach(), t["sampler_logprobs"],
                                        t["advantages"], t["weights"], self.loss_config)
             loss.backward()
