@@ -4,7 +4,7 @@ that says what it was measured on, and writes the same figures as JSON.
 One function a benchmark; its docstring says how each figure is measured. A figure is the median of
 its samples, with their quartiles. Figures are compared within one run, never between two machines.
 What the benchmarks need is imported inside them; what only a comparison needs is in
-requirements-bench.txt. Left out so far: train.
+requirements-bench.txt.
 """
 import argparse
 import asyncio
@@ -186,7 +186,96 @@ def sampler(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
                      f"{config.num_hidden_layers} layers, {dtype}, on {where}")
 
 
-BENCHMARKS = {"repl": repl, "sampler": sampler}
+def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
+    """The update, next to a plain transformers training step. Random weights, all of them trained.
+
+    An update is forward, loss, backward, clipping and AdamW (fused in both) over 16 rows; every
+    other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones 32 to 512,
+    spread evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, log-probabilities
+    of sampled tokens in chunks. transformers: 8 rows at a time, padded to the longest, the logits
+    of all tokens at once. Counted are the rows' own tokens.
+
+    equal_tokens_s, mixed_tokens_s       tokens a second of our update.
+    hf_equal_tokens_s, hf_mixed_tokens_s   the same of transformers.
+    update_vs_transformers, packed_vs_padded   their ratios on equal and on mixed rows; both ran
+                         one after the other.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import grpo
+    from model import Qwen3, Qwen3Config
+
+    config = Qwen3Config(vocab_size=32_000, hidden_size=512, intermediate_size=1536,
+                         num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+                         head_dim=64)
+    torch.manual_seed(0)
+    ours = Qwen3(config)
+    raw = config.to_json(torch.float32)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(raw.pop("model_type"), **raw), attn_implementation="sdpa")
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=1e-6, fused=True) for m in (ours, theirs)}
+    loss_config = grpo.GRPOConfig()
+
+    def step(model) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers[model].step()
+        optimizers[model].zero_grad(set_to_none=True)
+
+    def packed(rows) -> None:
+        for pack in grpo.micro_batches(rows, 2048):
+            t = grpo.collate(pack, "cpu")
+            new, entropies = ours.logprobs(t["ids"], t["mask"], t["lengths"])
+            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
+        step(ours)
+
+    def padded(rows) -> None:
+        for part in (rows[i:i + 8] for i in range(0, len(rows), 8)):
+            width = max(len(row.ids) for row in part)
+            ids, mask, real, old, weights = (
+                torch.tensor([value(row) + [0] * (width - len(row.ids)) for row in part])
+                for value in (lambda r: r.ids, lambda r: r.mask, lambda r: [1] * len(r.ids),
+                              lambda r: r.logprobs, lambda r: [r.weight * r.advantages[0]] * len(r.ids)))
+            logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
+            new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            trust = (new.detach() - old[:, 1:]).exp().clamp(max=loss_config.gap_max)
+            ratio = (new - new.detach()).exp()
+            (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
+        step(theirs)
+
+    samples: dict[str, list[float]] = {}
+    rng = random.Random(0)
+    mixed = [round(32 * 16 ** (i / 15)) for i in range(16)]
+    rng.shuffle(mixed)
+    repeats = 3
+    bar = tqdm(total=4 * repeats, desc="train", leave=False, disable=None)
+    for name, lengths, ratio in (("equal", [256] * 16, "update_vs_transformers"),
+                                 ("mixed", mixed, "packed_vs_padded")):
+        rows = []
+        for n in lengths:
+            mask = [i // 64 % 2 for i in range(n - 1)] + [1]
+            rows.append(grpo.Row([rng.randrange(config.vocab_size) for _ in mask], mask,
+                                 [-10.0 * m for m in mask],
+                                 [rng.choice([-1.0, 1.0])] * sum(mask), 1e-3))
+        for repeat in range(repeats + 1):  # the first is not counted
+            rates = []
+            for label, update in ((name, packed), (f"hf_{name}", padded)):
+                began = time.perf_counter()
+                update(rows)
+                rates.append(sum(lengths) / (time.perf_counter() - began))
+                if repeat:
+                    samples.setdefault(f"{label}_tokens_s", []).append(rates[-1])
+                    bar.update()
+            if repeat:
+                samples.setdefault(ratio, []).append(rates[0] / rates[1])
+    bar.close()
+    threads = torch.get_num_threads()
+    return samples, (f"{sum(p.numel() for p in ours.parameters()) / 1e6:,.0f} M parameters, "
+                     f"{config.num_hidden_layers} layers, float32, on CPU with {threads} threads")
+
+
+BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train}
 
 
 # --- loads for the sampler -------------------------------------------------------------------
