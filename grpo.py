@@ -300,14 +300,19 @@ def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
     }
 
 
-def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig) -> None:
+def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig,
+                   gather=lambda value: [value]) -> None:
     """Multiply the signs in "advantages" by beta * sigmoid(-beta * m) / pairs, in place: the loss
-    is then the mean over pairs. m sums sign * weight * (log pi - log pi_ref) over both trees."""
-    margin = defaultdict(float)
+    is then the mean over pairs. m sums sign * weight * (log pi - log pi_ref) over both trees, parts
+    of which may be on other ranks, from which `gather` brings theirs."""
+    mine, margin = defaultdict(float), defaultdict(float)
     for t in batches:
         each = t["advantages"] * t["weights"] * (t["old"] - t["reference"])
         for pair in t["pairs"].unique().tolist():
-            margin[pair] += each[t["pairs"] == pair].sum().item()
+            mine[pair] += each[t["pairs"] == pair].sum().item()
+    for share in gather(dict(mine)):
+        for pair, m in share.items():
+            margin[pair] += m
     factor = torch.zeros(max(margin) + 1, device=batches[0]["old"].device)
     for pair, m in margin.items():
         factor[pair] = config.dpo_beta / (1 + math.exp(config.dpo_beta * m)) / len(margin)

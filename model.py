@@ -28,7 +28,7 @@ import inspect
 import json
 import os
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -191,8 +192,9 @@ class Qwen3(nn.Module):
         for _, layer in self._adapted():
             bound = layer.in_features ** -0.5
             A_RI = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-            layer.lora_A = nn.Parameter(A_RI.to(self.device))
-            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, device=self.device))
+            device = "cpu" if layer.weight.is_meta else layer.weight.device
+            layer.lora_A = nn.Parameter(A_RI.to(device))
+            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, device=device))
             layer.scale = alpha / rank
         return self
 
@@ -211,14 +213,16 @@ class Qwen3(nn.Module):
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """(name, weight) of a plain model that computes the same, in its order. An adapted weight
-        is a new float32 tensor, made when its turn comes; the others are this model's own."""
+        is a new float32 tensor, made when its turn comes, and of a sharded model so is every
+        weight (all ranks have to ask for it); the others are this model's own."""
         layers = {f"{name}.weight": layer for name, layer in self._adapted()} if self.rank else {}
         for name, weight in self.named_parameters():
             if name in layers:
                 layer = layers[name]
-                weight = weight.float() + layer.scale * (layer.lora_B @ layer.lora_A)
-            if "lora_" not in name:
-                yield name, weight.detach()
+                change = layer.scale * (whole(layer.lora_B) @ whole(layer.lora_A))
+                yield name, whole(weight).float() + change
+            elif "lora_" not in name:
+                yield name, whole(weight.detach())
 
     def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
         """A frozen plain model of its own memory that computes the same, up to `dtype`'s rounding;
@@ -234,19 +238,23 @@ class Qwen3(nn.Module):
         """What rounding to the copy's dtype did to the adapters' change, relative to that change
         (Frobenius norms over all adapted weights). Near 1 the copy hardly sees the change."""
         lost, change = 0.0, 0.0
-        weights = dict(self.named_parameters())
-        for (name, exact), rounded in zip(self.merged(), copy.parameters(), strict=True):
-            if name.split(".")[-2] in ADAPTED:
-                lost += (rounded.float() - exact).square().sum().item()
-                change += (exact - weights[name].float()).square().sum().item()
+        rounded = dict(copy.named_parameters())
+        for name, layer in self._adapted():
+            base, name = whole(layer.weight).float(), f"{name}.weight"
+            exact = base + layer.scale * (whole(layer.lora_B) @ whole(layer.lora_A))
+            lost += (rounded[name].float() - exact).square().sum().item()
+            change += (exact - base).square().sum().item()
         return (lost / change) ** 0.5 if change else 0.0
 
-    def save_adapter(self, path: str, base: str) -> None:
+    def save_adapter(self, path: str, base: str, write: bool = True) -> None:
         """Write adapter_config.json and adapter_model.safetensors as PEFT does; `base` is where
-        the frozen weights are."""
+        the frozen weights are. Without `write` only the other ranks are helped to."""
+        tensors = {f"base_model.model.{name}.{part}.weight": whole(getattr(layer, part).detach())
+                   for name, layer in self._adapted() for part in ("lora_A", "lora_B")}
+        if not write:
+            return
         os.makedirs(path, exist_ok=True)
-        save_file({f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach().cpu()
-                   for name, layer in self._adapted() for part in ("lora_A", "lora_B")},
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()},
                   os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"})
         _write_json(os.path.join(path, "adapter_config.json"), {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
@@ -260,7 +268,7 @@ class Qwen3(nn.Module):
         file = os.path.join(path, "adapter_model.safetensors")
         with torch.no_grad():
             for name, tensor in _read([file], wanted, path):
-                wanted[name].copy_(tensor)
+                wanted[name].copy_(like(tensor.to(wanted[name].device), wanted[name]))
 
     def _adapted(self) -> list[tuple[str, "Linear"]]:
         return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
@@ -268,20 +276,25 @@ class Qwen3(nn.Module):
     # --- checkpoints --------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
-                        device: str = "cpu") -> "Qwen3":
+    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32, device: str = "cpu",
+                        prepare=lambda model: None) -> "Qwen3":
         """A checkpoint directory in the Hugging Face layout, one file or shards with an index.
 
         Each tensor goes from the file to its place in `dtype` on `device`, one after the other.
-        Raises FileNotFoundError or ValueError with one line that names files and tensors."""
+        Before that, `prepare(model)` may put adapters on it and shard it: then a rank keeps its
+        share only. Raises FileNotFoundError or ValueError with one line that names files and
+        tensors."""
         if not os.path.isdir(path):
             raise FileNotFoundError(f"{path}: no such model directory")
         with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
             model = cls(Qwen3Config.read(os.path.join(path, "config.json")))
         wanted = dict(model.named_parameters())  # a tied lm_head appears once, as embed_tokens
         ignored = {"lm_head.weight"} - set(wanted)  # some tied checkpoints ship it
+        prepare(model)
+        places = dict(model.named_parameters())
         # A copy, not the mapped file: a file that is replaced must not change the weights.
-        return model._fill({name: tensor.to(dtype=dtype, device=device, copy=True)
+        return model._fill({name: like(tensor.to(dtype=dtype, device=device, copy=True),
+                                       places[name])
                             for name, tensor in _read(_shards(path), wanted, path, ignored)})
 
     def _fill(self, weights: dict[str, Tensor]) -> "Qwen3":
@@ -289,7 +302,7 @@ class Qwen3(nn.Module):
         if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
             self.lm_head.weight = self.model["embed_tokens"].weight
         self.check_tie()
-        return self.requires_grad_(True)
+        return self
 
     def check_tie(self) -> None:
         """Raise RuntimeError unless embedding and head are one tensor exactly if tied."""
@@ -297,18 +310,26 @@ class Qwen3(nn.Module):
         if one != self.config.tie_word_embeddings:
             raise RuntimeError("embed_tokens and lm_head are not tied as the config says")
 
-    def save_pretrained(self, path: str) -> None:
+    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write config.json and safetensors files of at most SHARD_BYTES, with an index; adapters
-        are merged."""
+        are merged. The other ranks of a sharded model have to run through `merged`."""
+        merged = self.merged()
+        try:
+            self._save(merged, path, dtype or self.lm_head.weight.dtype)
+        finally:
+            deque(merged, 0)  # the others wait for it, also if the disk is full
+
+    def _save(self, merged: Iterator[tuple[str, Tensor]], path: str, dtype: torch.dtype) -> None:
         os.makedirs(path, exist_ok=True)
-        shards, dtype = [[]], self.lm_head.weight.dtype
+        shards = [[]]
         for name, weight in self.named_parameters():
             if "lora_" in name:
                 continue
-            if shards[-1] and sum(n for _, n in shards[-1]) + weight.nbytes > SHARD_BYTES:
+            size = weight.numel() * dtype.itemsize
+            if shards[-1] and sum(n for _, n in shards[-1]) + size > SHARD_BYTES:
                 shards.append([])
-            shards[-1].append((name, weight.nbytes))
-        index, merged = {}, self.merged()
+            shards[-1].append((name, size))
+        index = {}
         for i, shard in enumerate(shards, 1):  # one shard's tensors in memory at a time
             file = ("model.safetensors" if len(shards) == 1
                     else f"model-{i:05d}-of-{len(shards):05d}.safetensors")
@@ -480,6 +501,19 @@ def confined(lengths: list[int], device: torch.device):
                           for row in rows], 2)  # 1 H T E
 
     return attend
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor's all; every rank has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, place: Tensor) -> Tensor:
+    """This rank's share of it, if `place` is sharded; no longer a view of the whole."""
+    if not isinstance(place, DTensor):
+        return tensor
+    share = distribute_tensor(tensor, place.device_mesh, place.placements, src_data_rank=None)
+    return share.clone()
 
 
 def _shards(path: str) -> list[str]:

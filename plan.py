@@ -67,6 +67,12 @@ class Plan:
         windows = int(SPARE * self.have - others) // (self.token_bytes * self.window)
         return max(1, min(windows, MOST_WINDOWS)) * self.window
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """On disk: trained weights and Adam's two moments, in float32."""
+        model, adapters = self.parameters
+        return 12 * (adapters if self.rank else model)
+
     def activations(self) -> int:
         """What a forward pass keeps, and the largest temporary tensors of the backward pass."""
         c, b = self.config, self.bytes

@@ -19,6 +19,7 @@ tiny one stays float32. Left out: several GPUs, a KL term.
 import argparse
 import asyncio
 import contextlib
+import glob
 import json
 import math
 import os
@@ -27,8 +28,9 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
 # default is to spin long: 1.3 times faster on two idle cores, ten times slower on two busy ones.
@@ -40,12 +42,14 @@ from tqdm import tqdm, trange
 import ablation
 import eval as evaluation
 import grpo
+import parallel
 import plan
 import report
 import rlm
 import tasks
 from grpo import STATS, GRPOConfig, Row, flag
-from model import Qwen3, Qwen3Config
+from model import Qwen3, Qwen3Config, whole
+from parallel import World
 from repl import Limits
 from rlm import RLMConfig
 from sampler import Sampler
@@ -64,6 +68,9 @@ class RunConfig:
     resume: bool = flag(False, "continue from the last checkpoint in --out")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
     save_every: int = flag(25, "steps between checkpoints", 1)
+    keep_last: int = flag(2, "checkpoints kept, the last ones", 1)
+    eval_every: int = flag(0, "steps between held-out evaluations; the best weights are kept in "
+                              "OUT/best; 0: none")
     show_every: int = flag(25, "steps between printed trees", 1)
     sandbox: str = flag("auto", "namespaces around the REPLs: require, auto (if possible), off")
     sample_threads: int = flag(1, "CPU threads while sampling (a tiny model is fastest with one, "
@@ -104,6 +111,7 @@ class UpdateConfig:
 
 # The tiny model and how its trees may grow; a checkpoint brings both in config.json and rlm.json.
 LR = 5e-4  # of GRPO on all weights
+CHECKPOINTS = "checkpoints"  # directory in --out
 OLDER = 10  # steps between refreshes of the older policy of --cross
 TINY_VOCABULARY = 640
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -114,6 +122,7 @@ TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_n
 
 
 def main() -> None:
+    world = World()
     try:
         run, warm, update, loss = parse(RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
         if run.plan:
@@ -121,14 +130,15 @@ def main() -> None:
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
             window = (rlm.load_config(run.model, config.max_position_embeddings).window
                       if run.model else TINY_RLM.window)
-            print(make_plan(config, window, frozen_dtype(run.model), update).table())
+            print(make_plan(config, window, frozen_dtype(run.model), update, world).table())
             return
         if run.ablation:
             ablation.run(run.ablation, run.out)
             return
-        Trainer(run, warm, update, loss).train()
+        Trainer(run, warm, update, loss, world).train()
+        world.close()
     except (OSError, ValueError, FloatingPointError, RuntimeError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(world.message(error))
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; continue with --resume")
 
@@ -137,50 +147,77 @@ class Trainer:
     """One run: its model, its questions, its state. `train` does everything in order."""
 
     def __init__(self, run: RunConfig, warm: WarmupConfig, update: UpdateConfig,
-                 loss: GRPOConfig):
+                 loss: GRPOConfig, world: World):
         self.run, self.warm, self.update_config, self.loss_config = run, warm, update, loss
+        self.world, self.lock = world, None
+        self.shown = None  # the last step's trees, packed for the report
+        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
+                      "sampled": 0, "skipped": 0, "best": None, "model": run.model}
+        world.agree(facts(self.flags()))
+        with world.together():
+            self.check()
+        with world.together():
+            start = self.starting_point() if world.rank == 0 else None
+        start, self.state, self.resumed = world.gather((start, self.state, self.resumed)
+                                                       if world.rank == 0 else None)[0]
+        in_grpo = self.state["phase"] == "grpo"
+        # The adapters of a checkpoint belong to the weights that the warm-up left.
+        base = os.path.join(run.out, "warmup") if in_grpo and update.lora_rank else start
+        warms_up = not in_grpo and warm.warmup_steps > 0
+        with world.together():
+            config = Qwen3Config.read(os.path.join(base, "config.json"))
+            self.tokenizer = Tokenizer.from_pretrained(start)
+            self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
+            self.frozen = frozen_dtype(base if in_grpo else run.model or base)
+            self.plan = make_plan(config, self.config.window, self.frozen, update, world)
+            print(self.plan.table())
+            if problem := self.plan.problem(warms_up, world.size) or no_room(run.out, self.plan):
+                raise ValueError(problem)
+        model, _ = self.plan.parameters
+        # A token of attention to T others costs as much as T times this share of all weights.
+        self.square = (config.num_hidden_layers * config.num_attention_heads * config.head_dim
+                       / model)
+        with world.together():
+            frozen = update.lora_rank and not warms_up
+            self.load_model(base, self.frozen if frozen else torch.float32,
+                            update.lora_rank if in_grpo else 0)
+            if in_grpo and update.lora_rank:
+                self.model.load_adapter(os.path.join(start, "adapter"))
+        if self.state["step"]:
+            parallel.load_optimizer(self.model, self.optimizer, os.path.join(start, "optimizer"))
+        self.started = time.monotonic() - self.state["seconds"]
+        with world.together():
+            if world.rank == 0:
+                self.trim() if self.resumed else self.clear()
+
+    def check(self) -> None:
+        """What can be wrong before anything was read or written. Raises OSError or ValueError."""
+        run, update = self.run, self.update_config
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
         if update.cross > 1:
             raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
+        if self.world.size > update.questions:
+            raise ValueError(f"{self.world.size} ranks, but only {update.questions} --questions in "
+                             "a step: each rank samples its own")
         self.questions = None  # those of --data for training; None: generated ones
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
         else:
             self.heldout = evaluation.heldout_tasks(run.heldout)
-        self.shown = None  # the last step's trees, packed for the report
-        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0}
-        start = self.starting_point()
-        in_grpo = self.state["phase"] == "grpo"
-        # The adapters of a checkpoint belong to the weights that the warm-up left.
-        base = os.path.join(run.out, "warmup") if in_grpo and update.lora_rank else start
-        config = Qwen3Config.read(os.path.join(base, "config.json"))
-        self.tokenizer = Tokenizer.from_pretrained(start)
-        self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
-        self.frozen = frozen_dtype(base if in_grpo else run.model or base)
-        self.plan = make_plan(config, self.config.window, self.frozen, update)
-        print(self.plan.table())
-        warms_up = not in_grpo and warm.warmup_steps > 0
-        if problem := self.plan.problem(warms_up):
-            raise ValueError(problem)
-        frozen = update.lora_rank and not warms_up
-        self.model = Qwen3.from_pretrained(base, self.frozen if frozen else torch.float32,
-                                           device())
-        self.model.recompute = update.recompute
-        if in_grpo and update.lora_rank:
-            self.model.add_lora(update.lora_rank, update.lora_alpha)
-            self.model.load_adapter(os.path.join(start, "adapter"))
-        self.make_optimizer()
-        if self.state["step"]:
-            self.optimizer.load_state_dict(torch.load(os.path.join(start, "optimizer.pt"),
-                                                      weights_only=True))
-        self.model.check_tie()
-        self.started = time.monotonic() - self.state["seconds"]
-        if not self.resumed:
-            self.clear()
+        if run.model:
+            Qwen3Config.read(os.path.join(run.model, "config.json"))
 
-    def make_optimizer(self) -> None:
+    def load_model(self, path: str, dtype: torch.dtype, rank: int) -> None:
+        """Weights of a directory, with fresh adapters of this rank if it is not 0, this rank's
+        share of them, and a fresh optimizer."""
+        def prepare(model: Qwen3) -> None:
+            if rank:
+                model.add_lora(rank, self.update_config.lora_alpha, self.run.seed)
+            parallel.shard(model)
+
+        self.model = Qwen3.from_pretrained(path, dtype, device(), prepare)
+        self.model.recompute = self.update_config.recompute
         trained = [w for w in self.model.parameters() if w.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)  # others hold temporaries of all weights
@@ -188,8 +225,9 @@ class Trainer:
     def make_sampler(self) -> None:
         """Rollouts are sampled from copies of the model, refreshed before a step."""
         def sampler():
-            return Sampler(self.model, memory=self.plan.need()["KV cache"],
-                           batch=plan.MOST_WINDOWS, window=self.config.window)
+            return Sampler(self.model, memory=self.plan.need(self.world.size)["KV cache"],
+                           batch=plan.MOST_WINDOWS, window=self.config.window,
+                           dtype=torch.bfloat16 if device() == "cuda" else None)
 
         c = self.update_config
         self.sampler, self.older = sampler(), sampler() if c.cross else None
@@ -211,33 +249,49 @@ class Trainer:
         return sum(s.stats["seconds"] for s in (self.sampler, self.older) if s)
 
     def starting_point(self) -> str:
-        """The directory that the run starts from: its last checkpoint, --model, or a tiny one."""
-        last = os.path.join(self.run.out, "checkpoint")
-        self.resumed = self.run.resume and os.path.isdir(last)
+        """The directory that the run starts from: its last checkpoint, --model, or a tiny one.
+        An existing --out is from here on closed to other runs."""
+        out = self.run.out
+        if os.path.isdir(out) or not self.run.model:
+            self.take()
+        last = last_checkpoint(out) if self.run.resume else None
+        self.resumed = last is not None
         if self.resumed:
             with open(os.path.join(last, "state.json"), encoding="utf-8") as file:
-                self.state = json.load(file)
-            print(f"resuming {self.run.out} at {self.state['phase']} step {self.state['step']}")
-            for name, value in self.state.get("lora", {}).items():
-                if value != getattr(self.update_config, name):
+                self.state |= json.load(file)
+            print(f"resuming {out} at {self.state['phase']} step {self.state['step']}")
+            fixed = self.state.get("lora", {}) | {"model": self.state["model"]}
+            for name, value in fixed.items():
+                if value != self.flags()[name]:
                     raise ValueError(f"{last}/state.json: {name} is {value}; a resumed run cannot "
                                      "change it")
             return last
         if self.run.resume:
-            print(f"{last}: no checkpoint yet, starting afresh")
-        return self.run.model or make_tiny(os.path.join(self.run.out, "init"), self.run.seed,
+            print(f"{out}: no checkpoint yet, starting afresh")
+        return self.run.model or make_tiny(os.path.join(out, "init"), self.run.seed,
                                            self.questions)
+
+    def take(self) -> None:
+        if self.lock is None:
+            os.makedirs(self.run.out, exist_ok=True)
+            self.lock = parallel.lock(os.path.join(self.run.out, "lock"))
 
     def clear(self) -> None:
         """Start the output directory afresh, now that everything was read without an error."""
-        os.makedirs(self.run.out, exist_ok=True)
+        self.take()
         for name in ("metrics.jsonl", "result.json"):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self.run.out, name))
-        for name in ("checkpoint", "warmup", "final"):
-            if os.path.abspath(self.run.model) != os.path.abspath(f"{self.run.out}/{name}"):
+        for name in ("checkpoints", "warmup", "best", "final"):
+            if not os.path.abspath(self.run.model).startswith(
+                    os.path.abspath(f"{self.run.out}/{name}")):
                 shutil.rmtree(os.path.join(self.run.out, name), ignore_errors=True)
         write_text(os.path.join(self.run.out, "run.json"), json.dumps(self.flags(), indent=2))
+
+    def trim(self) -> None:
+        """Forget the metrics of steps that were taken after the checkpoint."""
+        with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
+            file.truncate(min(file.tell(), self.state["metrics"]))
 
     def flags(self) -> dict:
         return (asdict(self.run) | asdict(self.warm) | asdict(self.update_config)
@@ -259,7 +313,8 @@ class Trainer:
                 self.score("heldout_warmup", self.heldout)
             self.reinforce()
         except KeyboardInterrupt:
-            self.save_checkpoint()
+            if self.world.size == 1:  # several are not all at the same place
+                self.save_checkpoint()
             raise
         self.save_checkpoint()
         self.score("heldout_final", self.heldout)
@@ -297,13 +352,12 @@ class Trainer:
                      for ids, mask in rng.choices(rows, k=c.warmup_rows)]
             tokens = sum(sum(row.mask) for row in batch)
             loss = 0.0
-            for part in grpo.micro_batches(batch, self.update_config.micro_tokens):
-                tensors = grpo.collate(part, self.model.device)
-                logprobs, _ = self.model.logprobs(tensors["ids"], tensors["mask"],
-                                                  tensors["lengths"])
+            for t in self.packs(batch):
+                logprobs, _ = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
                 part_loss = -logprobs.sum() / tokens
-                part_loss.backward()
+                (part_loss * self.world.size).backward()  # shards get means over the ranks
                 loss += part_loss.item()
+            loss = sum(self.world.gather(loss))
             lr = c.warmup_lr * min((step + 1) / 50, 1.0)
             lr *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / c.warmup_steps))
             self.optimizer_step(lr, loss)
@@ -320,12 +374,10 @@ class Trainer:
         """Keep the weights under a name of their own, put adapters on them if such are wanted,
         and start a fresh optimizer."""
         c = self.update_config
-        if c.lora_rank:
-            self.model.to(self.frozen)
-        self.save_model(os.path.join(self.run.out, "warmup"))
-        if c.lora_rank:
-            self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed)
-        self.make_optimizer()
+        path = os.path.join(self.run.out, "warmup")
+        dtype = self.frozen if c.lora_rank else torch.float32
+        self.save_model(path, dtype=dtype)
+        self.load_model(path, dtype, c.lora_rank)
         self.state.update(phase="grpo", step=0, lora={"lora_rank": c.lora_rank,
                                                       "lora_alpha": c.lora_alpha})
         self.save_checkpoint()
@@ -337,6 +389,7 @@ class Trainer:
         while self.progress() < 1:
             step = self.state["step"]
             begin, before = time.monotonic(), self.seconds_in_model()
+            waited = self.world.waited
             rollouts, tokens = self.sample(step)
             sampled = time.monotonic()
             if self.progress(1, tokens) >= 1:  # for the report, with the weights that sampled them
@@ -349,7 +402,8 @@ class Trainer:
             in_model = self.seconds_in_model() - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
-                "repl_s": sampled - begin - in_model, "update_s": time.monotonic() - sampled}
+                "repl_s": sampled - begin - in_model, "update_s": time.monotonic() - sampled,
+                "wait_s": [round(s, 3) for s in self.world.gather(self.world.waited - waited)]}
             self.state["step"] = step + 1
             self.state["sampled"] += tokens
             self.log(metrics)
@@ -357,8 +411,17 @@ class Trainer:
             if (step + 1) % self.run.show_every == 0:
                 best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
                 print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
+            if self.run.eval_every and (step + 1) % self.run.eval_every == 0:
+                self.keep_best()
             if (step + 1) % self.run.save_every == 0:
                 self.save_checkpoint()
+
+    def keep_best(self) -> None:
+        """Evaluate on the held-out questions; weights that do best so far stay in OUT/best."""
+        step, score = self.state["step"], self.score("heldout_now", self.heldout)
+        if self.state["best"] is None or score > self.state["best"]["score"]:
+            self.state["best"] = {"step": step, "score": score}
+            self.save_model(os.path.join(self.run.out, "best"), [self.save_adapter])
 
     def progress(self, steps: int = 0, tokens: int = 0) -> float:
         """0 at the first step of GRPO, 1 when --steps or --tokens are reached; after so many more
@@ -370,7 +433,7 @@ class Trainer:
     def sample(self, step: int) -> tuple[list[Rollout], int]:
         """The trees of a step, sampled with the weights as they are now (and, with --cross, as they
         were a few steps ago), and how many tokens were sampled for them."""
-        c = self.update_config
+        c, world = self.update_config, self.world
         self.sampler.load(self.model)
         if self.older and (step % OLDER == 0 or step == 0):
             self.older.load(self.model)
@@ -379,13 +442,21 @@ class Trainer:
             wanted = c.questions - len(kept) // c.group
             phase = f"grpo again {again}" if again else "grpo"
             questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
-            groups = [f"{again}.{i}" for i in range(wanted) for _ in range(c.group)]
+            trees = [(n, questions[n // c.group], f"{again}.{n // c.group}")
+                     for n in range(wanted * c.group)]
+            mine = [tree for tree in trees if tree[0] // c.group % world.size == world.rank]
             with (self.sampling_threads(),
-                  tqdm(total=len(groups), desc="trees", leave=False, disable=None) as bar):
+                  tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
+                numbers, tasks_, groups = zip(*mine) if mine else ((), (), ())
                 rollouts = asyncio.run(rlm.collect(
-                    [q for q in questions for _ in range(c.group)], self.sampling_policy,
-                    self.tokenizer, self.config, (self.run.seed, step, *[again][:again]), groups,
-                    on_done=lambda _: bar.update()))
+                    tasks_, self.sampling_policy, self.tokenizer, self.config,
+                    (self.run.seed, step, *[again][:again]), groups,
+                    on_done=lambda _: bar.update(), numbers=numbers))
+            # Everybody knows the questions; the trees are told.
+            told = world.gather({n: (r.root, r.reward, r.failed)
+                                 for n, r in zip(numbers, rollouts)})
+            grown = {n: tree for share in told for n, tree in share.items()}
+            rollouts = [Rollout(task, group, *grown[n]) for n, task, group in trees]
             tokens += sum(node.sampled for r in rollouts for node in r.root.walk())
             signal = {r.group for r, a in zip(rollouts, grpo.advantages(rollouts)) if a}
             last = again == c.resample
@@ -412,6 +483,8 @@ class Trainer:
                 loss += part
                 watched[:, :stats.shape[1]] += stats.cpu()
                 gap_max = max(gap_max, gap)
+            losses, gaps, sums = zip(*self.world.gather((loss, gap_max, watched.clone())))
+            loss, gap_max, watched = sum(losses), max(gaps), sum(sums)
             norm = self.optimizer_step(lr, loss)
         self.state["skipped"] += not rows
         total = dict(zip(STATS, watched.sum(1).tolist()))
@@ -425,11 +498,15 @@ class Trainer:
             "skipped": self.state["skipped"], "by_depth": depths,
             "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts))}
 
+    def packs(self, rows: list[Row]) -> list[dict]:
+        """This rank's share of the rows, as micro-batches on the device."""
+        return [grpo.collate(part, device()) for part in grpo.micro_batches(
+            rows, self.update_config.micro_tokens, self.square, self.world.rank, self.world.size)]
+
     def batches(self, rows: list[Row]) -> list[dict]:
         """Rows as micro-batches on the device, with what the objective needs besides."""
         c = self.loss_config
-        batches = [grpo.collate(part, self.model.device)
-                   for part in grpo.micro_batches(rows, self.update_config.micro_tokens)]
+        batches = self.packs(rows)
         with torch.no_grad():
             for t in batches:
                 if c.needs_old:
@@ -440,14 +517,14 @@ class Trainer:
                 elif c.needs_reference:
                     t["reference"], _ = self.reference.logprobs(t["ids"], t["mask"], t["lengths"])
         if c.objective == "dpo" and batches:
-            grpo.dpo_advantages(batches, c)
+            grpo.dpo_advantages(batches, c, self.world.gather)
         return batches
 
     def backward(self, t: dict) -> tuple:
         """Add the gradient of a micro-batch; returns its loss, stats and largest gap."""
         logprobs, entropies = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
         loss, stats, gap = grpo.policy_loss(logprobs, entropies, t, self.loss_config)
-        loss.backward()
+        (loss * self.world.size).backward()  # shards get means over the ranks
         return loss.item(), stats, gap
 
     def depth_norms(self, rows: list[Row]) -> dict[int, float]:
@@ -457,7 +534,7 @@ class Trainer:
             for t in self.batches([row for row in rows if row.depth == depth]):
                 self.backward(t)
             gradients = [w.grad for w in self.model.parameters() if w.grad is not None]
-            norms[depth] = torch.nn.utils.get_total_norm(gradients).item()
+            norms[depth] = whole(torch.nn.utils.get_total_norm(gradients)).item()
             self.optimizer.zero_grad(set_to_none=True)
         return norms
 
@@ -475,8 +552,8 @@ class Trainer:
 
     def optimizer_step(self, lr: float, loss: float) -> float:
         """Clip, step, clear; returns the gradient's norm. Never lets a NaN into the weights."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(),
-                                              self.update_config.max_norm).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(),
+                                                    self.update_config.max_norm)).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {norm}: not finite. The last checkpoint "
@@ -489,19 +566,23 @@ class Trainer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return norm
 
-    def score(self, name: str, questions: list[tasks.Task]) -> None:
+    def score(self, name: str, questions: list[tasks.Task]) -> float:
         self.sampler.load(self.model)
         with self.sampling_threads():
-            row, rollouts = evaluation.evaluate(questions, self.policy, self.tokenizer,
-                                                self.config, (self.run.seed, name), label=name)
+            row, rollouts = evaluation.evaluate(
+                questions, self.policy, self.tokenizer, self.config, (self.run.seed, name), name,
+                slice(self.world.rank, None, self.world.size), self.world.gather)
         self.state["results"][name] = row
         self.log({"phase": "eval", "name": name, **row})
         print(f"{name}: F1 {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
               f"{ends(rollouts)}")
+        return row["score"]
 
     def finish(self, window: int, context: int) -> None:
-        self.save_model(os.path.join(self.run.out, "final"), self.save_adapter)
+        self.save_model(os.path.join(self.run.out, "final"), [self.save_adapter])
+        if self.world.rank:
+            return
         rows = self.state["results"]
         result = {"seed": self.run.seed, "credit": self.loss_config.credit,
                   **{name: rows[name]["score"] if name in rows else None
@@ -530,34 +611,67 @@ class Trainer:
 
     def log(self, metrics: dict) -> None:
         """One JSON line for programs; the line for people is printed by the caller."""
+        if self.world.rank:
+            return
         with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(metrics | {"elapsed": round(self.elapsed(), 1)}) + "\n")
 
-    def save_model(self, path: str, extra=lambda path: None, weights: bool = True) -> None:
-        """Weights, adapters merged, tokenizer and rlm.json, and what `extra` adds; written aside
-        and renamed: there whole or not at all."""
-        shutil.rmtree(path + ".tmp", ignore_errors=True)
-        self.tokenizer.save(path + ".tmp")
-        self.config.save(os.path.join(path + ".tmp", "rlm.json"))
-        if weights:
-            self.model.save_pretrained(path + ".tmp")
-        extra(path + ".tmp")
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(path + ".tmp", path)
+    def save_model(self, path: str, parts=(), dtype: torch.dtype | None = None,
+                   weights: bool = True) -> None:
+        """Weights, adapters merged, tokenizer and rlm.json, and what `parts` write into the
+        directory they are given; written aside and renamed: there whole or not at all. Every rank
+        takes part, rank 0 writes."""
+        aside, old, world = path + ".tmp", path + ".old", self.world
+        with world.together():
+            if world.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                self.tokenizer.save(aside)
+                self.config.save(os.path.join(aside, "rlm.json"))
+        with world.together():
+            if weights and world.rank == 0:
+                self.model.save_pretrained(aside, dtype)
+            elif weights:
+                deque(self.model.merged(), 0)
+        for part in parts:
+            with world.together():
+                part(aside)
+        with world.together():
+            if world.rank == 0:
+                shutil.rmtree(old, ignore_errors=True)
+                if os.path.isdir(path):
+                    os.rename(path, old)
+                os.rename(aside, path)
+                shutil.rmtree(old, ignore_errors=True)
 
     def save_adapter(self, path: str) -> None:
         if self.model.rank:
             self.model.save_adapter(os.path.join(path, "adapter"),
-                                    os.path.join(self.run.out, "warmup"))
+                                    os.path.join(self.run.out, "warmup"), self.world.rank == 0)
 
     def save_checkpoint(self) -> None:
-        """Everything to continue from; of a model with adapters only these, the rest is fixed."""
-        def extra(path: str) -> None:
-            torch.save(self.optimizer.state_dict(), os.path.join(path, "optimizer.pt"))
-            state = self.state | {"seconds": self.elapsed()}
-            write_text(os.path.join(path, "state.json"), json.dumps(state, indent=2))
-            self.save_adapter(path)
-        self.save_model(os.path.join(self.run.out, "checkpoint"), extra, not self.model.rank)
+        """Everything to continue from; of a model with adapters only these, the rest is fixed. The
+        last few are kept."""
+        def optimizer(path: str) -> None:
+            parallel.save_optimizer(self.model, self.optimizer, os.path.join(path, "optimizer"))
+
+        def state(path: str) -> None:
+            if self.world.rank == 0:
+                metrics = os.path.join(self.run.out, "metrics.jsonl")
+                state = self.state | {"seconds": self.elapsed(), "files": sizes(path),
+                                      "metrics": os.path.getsize(metrics)
+                                      if os.path.exists(metrics) else 0}
+                write_text(os.path.join(path, "state.json"), json.dumps(state, indent=2))
+
+        place = os.path.join(self.run.out, CHECKPOINTS)
+        path = os.path.join(place, f"{self.state['phase']}-{self.state['step']:06}")
+        if os.path.isdir(path):  # the same: all that is random comes from phase and step
+            return
+        self.save_model(path, [self.save_adapter, optimizer, state], weights=not self.model.rank)
+        if self.world.rank == 0:
+            keep = checkpoints(self.run.out)[-self.run.keep_last:]
+            for name in os.listdir(place):
+                if os.path.join(place, name) not in keep:
+                    shutil.rmtree(os.path.join(place, name), ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -577,10 +691,65 @@ def frozen_dtype(path: str) -> torch.dtype:
     return torch.bfloat16 if device() == "cuda" or stored == "bfloat16" else torch.float32
 
 
-def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype,
-              update: UpdateConfig) -> plan.Plan:
+def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype, update: UpdateConfig,
+              world: World) -> plan.Plan:
+    share = 1 if device() == "cuda" else world.local_size
     return plan.Plan(config, window, max(window, update.micro_tokens), update.lora_rank,
-                     frozen.itemsize, update.recompute, plan.device_bytes(device()))
+                     frozen.itemsize, update.recompute, plan.device_bytes(device()) // share)
+
+
+def facts(flags: dict) -> dict:
+    """What has to be the same on all ranks."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    code = b"".join(Path(here, name).read_bytes() for name in sorted(os.listdir(here))
+                    if name.endswith(".py"))
+    kind = (torch.cuda.get_device_properties(torch.cuda.current_device())
+            if device() == "cuda" else None)
+    return {"flags": json.dumps(flags, sort_keys=True), "code": evaluation.digest(code),
+            "torch": torch.__version__,
+            "device": kind and f"{kind.name}, {kind.total_memory >> 30} GiB"}
+
+
+def no_room(out: str, plan: plan.Plan) -> str | None:
+    """None if three checkpoints fit on the disk, else one line."""
+    while not os.path.isdir(out):
+        out = os.path.dirname(os.path.abspath(out))
+    need, free = 3 * plan.checkpoint_bytes, shutil.disk_usage(out).free
+    return (f"{out}: {free / 1e9:.1f} GB are free, three checkpoints need {need / 1e9:.1f}"
+            if need > free else None)
+
+
+def checkpoints(out: str) -> list[str]:
+    """Those of a run that were written whole, the oldest first."""
+    found = glob.glob(os.path.join(out, CHECKPOINTS, "*-[0-9][0-9][0-9][0-9][0-9][0-9]"))
+    return sorted(found, key=lambda path: (os.path.basename(path).startswith("grpo"), path))
+
+
+def last_checkpoint(out: str) -> str | None:
+    """The last one that is whole, None if there is none at all. Raises ValueError if all are
+    damaged."""
+    found = checkpoints(out)
+    for path in reversed(found):
+        try:
+            with open(os.path.join(path, "state.json"), encoding="utf-8") as file:
+                files = json.load(file)["files"]
+        except (OSError, ValueError, KeyError):
+            files = {"state.json": 0}
+        now = sizes(path)
+        damaged = [name for name, size in files.items() if now.get(name) != size]
+        if not damaged:
+            return path
+        print(f"{path}: damaged ({', '.join(damaged)}), looking for one before", file=sys.stderr)
+    if found:
+        raise ValueError(f"{found[-1]}: every checkpoint is damaged; without --resume the run "
+                         "starts afresh")
+    return None
+
+
+def sizes(path: str) -> dict[str, int]:
+    """Bytes of each file below a directory."""
+    return {os.path.relpath(os.path.join(at, name), path): os.path.getsize(os.path.join(at, name))
+            for at, _, names in os.walk(path) for name in names}
 
 
 def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None) -> str:
