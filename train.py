@@ -88,6 +88,8 @@ class UpdateConfig:
     lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and ten "
                           "times that with --lora-rank")
     lora_rank: int = flag(0, "train adapters of this rank in GRPO; 0: all weights")
+    tiny_lora: int = flag(0, "with --lora-rank: train only so many numbers, shared by all layers "
+                             "(TinyLoRA: 13 and rank 2)")
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
@@ -141,6 +143,8 @@ class Trainer:
         self.run, self.warm, self.update_config, self.loss_config = run, warm, update, loss
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
+        if update.tiny_lora and not update.lora_rank:
+            raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
         if update.cross > 1:
             raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
         self.questions = None  # those of --data for training; None: generated ones
@@ -169,7 +173,7 @@ class Trainer:
                                            device())
         self.model.recompute = update.recompute
         if in_grpo and update.lora_rank:
-            self.model.add_lora(update.lora_rank, update.lora_alpha)
+            self.add_lora()
             self.model.load_adapter(os.path.join(start, "adapter"))
         self.make_optimizer()
         if self.state["step"]:
@@ -179,6 +183,10 @@ class Trainer:
         self.started = time.monotonic() - self.state["seconds"]
         if not self.resumed:
             self.clear()
+
+    def add_lora(self) -> None:
+        c = self.update_config
+        self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
 
     def make_optimizer(self) -> None:
         trained = [w for w in self.model.parameters() if w.requires_grad]
@@ -323,10 +331,10 @@ class Trainer:
             self.model.to(self.frozen)
         self.save_model(os.path.join(self.run.out, "warmup"))
         if c.lora_rank:
-            self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed)
+            self.add_lora()
         self.make_optimizer()
-        self.state.update(phase="grpo", step=0, lora={"lora_rank": c.lora_rank,
-                                                      "lora_alpha": c.lora_alpha})
+        self.state.update(phase="grpo", step=0, lora={
+            name: getattr(c, name) for name in ("lora_rank", "lora_alpha", "tiny_lora")})
         self.save_checkpoint()
 
     # --- phase 2 ------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_a_batch_without_signal_changes_no_weight(finished):
 
 @pytest.mark.parametrize("flags", [
     "--objective dpo", "--kl 0.1 --updates 2 --norms-by-depth", "--lora-rank 2 --objective dpo",
+    "--lora-rank 2 --tiny-lora 13",
     "--own 0.5 --process 0.1 --children one", "--objective filter --keep 0.1 --overlong mask"])
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finished, tmp_path,
                                                                   monkeypatch):
@@ -213,6 +214,7 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
     (["--credit", "root", "--children", "sum"], "have no effect"),
     (["--objective", "dpo", "--kl", "0.1"], "have no effect"),
     (["--cross", "1.5"], "a share, at most 1"),
+    (["--tiny-lora", "13"], "needs --lora-rank"),
     (["--ablation", "all"], "there are core"),
     (["--sandbox", "maybe"], "require, auto or off"),
     (["--length", "none"], "sequence or constant or batch"),
