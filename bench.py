@@ -236,7 +236,8 @@ def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
             ids, mask, real, old, weights = (
                 torch.tensor([value(row) + [0] * (width - len(row.ids)) for row in part])
                 for value in (lambda r: r.ids, lambda r: r.mask, lambda r: [1] * len(r.ids),
-                              lambda r: r.logprobs, lambda r: [r.weight * r.advantages[0]] * len(r.ids)))
+                              lambda r: r.logprobs,
+                              lambda r: [r.weight * r.advantages[0]] * len(r.ids)))
             logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
             new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             trust = (new.detach() - old[:, 1:]).exp().clamp(max=loss_config.gap_max)

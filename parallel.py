@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -47,7 +48,7 @@ class World:
         self.rank = int(os.environ.get("RANK", 0))
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.waited = 0.0
+        self.waited, self.lock = 0.0, None
         gpu = torch.cuda.is_available()
         if self.launched:
             ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # workers have sessions of their own
@@ -80,6 +81,24 @@ class World:
         dist.all_gather_object(values, value)
         self.waited += time.monotonic() - begin
         return values
+
+    def take(self, directory: str) -> None:
+        """Make the directory and keep other runs out of it until `release`, or the end of this
+        process, however it comes about. Raises OSError."""
+        os.makedirs(directory, exist_ok=True)
+        path = os.path.join(directory, "lock")
+        if self.lock is None:
+            self.lock = open(path, "w")
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.release()
+                raise OSError(f"{path}: another run is writing into this directory") from None
+
+    def release(self) -> None:
+        if self.lock:
+            self.lock.close()
+        self.lock = None
 
     @contextlib.contextmanager
     def together(self):
@@ -131,6 +150,7 @@ def save_optimizer(model, optimizer, path: str) -> None:
     """Through torch's distributed checkpoint, by name of the weight: any number of ranks can read
     it. Raises OSError."""
     try:
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
         dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
                  no_dist=not dist.is_initialized())
     except CheckpointException as error:  # of all ranks; no Exception, by its type
@@ -151,15 +171,3 @@ def first(error: CheckpointException) -> str:
     """The first rank's failure, on one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {cause}".splitlines()[0]
-
-
-def lock(path: str):
-    """An open file that no other process can lock until it is closed, however that comes about.
-    Raises OSError."""
-    file = open(path, "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise OSError(f"{path}: another run is writing into this directory") from None
-    return file

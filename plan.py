@@ -91,11 +91,11 @@ class Plan:
         return max(kept + head + table, kept + running + mlp + table,
                    (3 if c.tie_word_embeddings else 1) * table)
 
-    def problem(self, warmup: bool) -> str | None:
+    def problem(self, warmup: bool, ranks: int = 1) -> str | None:
         """None if the run fits, else one line that says what it needs and what would fit."""
         def total(plan: Plan) -> int:
-            full = replace(plan, rank=0).need(sampling=False) if warmup else {}
-            return max(sum(plan.need().values()), sum(full.values()))
+            full = replace(plan, rank=0).need(ranks, False) if warmup else {}
+            return max(sum(plan.need(ranks).values()), sum(full.values()))
         if total(self) <= self.have:
             return None
         changes = {"--recompute": replace(self, recompute=True),

@@ -118,7 +118,8 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, k
         async with gate:
             for _ in range(tries):
                 try:
-                    root, failed = await rollout(task, policy, tokenizer, config, (*key, number)), ""
+                    root = await rollout(task, policy, tokenizer, config, (*key, number))
+                    failed = ""
                     break
                 except Exception as error:
                     lost, failed = error, repr(error)

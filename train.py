@@ -95,6 +95,8 @@ class UpdateConfig:
     lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and ten "
                           "times that with --lora-rank")
     lora_rank: int = flag(0, "train adapters of this rank in GRPO; 0: all weights")
+    tiny_lora: int = flag(0, "with --lora-rank: train only so many numbers, shared by all layers "
+                             "(TinyLoRA: 13 and rank 2)")
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
@@ -141,15 +143,17 @@ def main() -> None:
         sys.exit(world.message(error))
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; continue with --resume")
+    finally:
+        world.release()
 
 
 class Trainer:
     """One run: its model, its questions, its state. `train` does everything in order."""
 
     def __init__(self, run: RunConfig, warm: WarmupConfig, update: UpdateConfig,
-                 loss: GRPOConfig, world: World):
+                 loss: GRPOConfig, world: World | None = None):
         self.run, self.warm, self.update_config, self.loss_config = run, warm, update, loss
-        self.world, self.lock = world, None
+        self.world = world = world or World()
         self.shown = None  # the last step's trees, packed for the report
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
                       "sampled": 0, "skipped": 0, "best": None, "model": run.model}
@@ -180,7 +184,7 @@ class Trainer:
         with world.together():
             frozen = update.lora_rank and not warms_up
             self.load_model(base, self.frozen if frozen else torch.float32,
-                            update.lora_rank if in_grpo else 0)
+                            in_grpo and update.lora_rank > 0)
             if in_grpo and update.lora_rank:
                 self.model.load_adapter(os.path.join(start, "adapter"))
         if self.state["step"]:
@@ -195,6 +199,10 @@ class Trainer:
         run, update = self.run, self.update_config
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
+        if update.tiny_lora and not update.lora_rank:
+            raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
+        if update.tiny_lora and self.world.size > 1:
+            raise ValueError("--tiny-lora trains on one device only")
         if update.cross > 1:
             raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
         if self.world.size > update.questions:
@@ -208,16 +216,24 @@ class Trainer:
         if run.model:
             Qwen3Config.read(os.path.join(run.model, "config.json"))
 
-    def load_model(self, path: str, dtype: torch.dtype, rank: int) -> None:
-        """Weights of a directory, with fresh adapters of this rank if it is not 0, this rank's
-        share of them, and a fresh optimizer."""
+    def load_model(self, path: str, dtype: torch.dtype, adapted: bool) -> None:
+        """Weights of a directory, with fresh adapters if wanted, this rank's share of them, and a
+        fresh optimizer."""
+        c = self.update_config
+
+        def add_lora(model: Qwen3) -> None:
+            model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
+
         def prepare(model: Qwen3) -> None:
-            if rank:
-                model.add_lora(rank, self.update_config.lora_alpha, self.run.seed)
-            parallel.shard(model)
+            if adapted and not c.tiny_lora:
+                add_lora(model)
+            if not c.tiny_lora:
+                parallel.shard(model)
 
         self.model = Qwen3.from_pretrained(path, dtype, device(), prepare)
-        self.model.recompute = self.update_config.recompute
+        if adapted and c.tiny_lora:  # from the weights themselves; one process only
+            add_lora(self.model)
+        self.model.recompute = c.recompute
         trained = [w for w in self.model.parameters() if w.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)  # others hold temporaries of all weights
@@ -253,7 +269,7 @@ class Trainer:
         An existing --out is from here on closed to other runs."""
         out = self.run.out
         if os.path.isdir(out) or not self.run.model:
-            self.take()
+            self.world.take(out)
         last = last_checkpoint(out) if self.run.resume else None
         self.resumed = last is not None
         if self.resumed:
@@ -271,14 +287,9 @@ class Trainer:
         return self.run.model or make_tiny(os.path.join(out, "init"), self.run.seed,
                                            self.questions)
 
-    def take(self) -> None:
-        if self.lock is None:
-            os.makedirs(self.run.out, exist_ok=True)
-            self.lock = parallel.lock(os.path.join(self.run.out, "lock"))
-
     def clear(self) -> None:
         """Start the output directory afresh, now that everything was read without an error."""
-        self.take()
+        self.world.take(self.run.out)
         for name in ("metrics.jsonl", "result.json"):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self.run.out, name))
@@ -377,9 +388,9 @@ class Trainer:
         path = os.path.join(self.run.out, "warmup")
         dtype = self.frozen if c.lora_rank else torch.float32
         self.save_model(path, dtype=dtype)
-        self.load_model(path, dtype, c.lora_rank)
-        self.state.update(phase="grpo", step=0, lora={"lora_rank": c.lora_rank,
-                                                      "lora_alpha": c.lora_alpha})
+        self.load_model(path, dtype, bool(c.lora_rank))
+        self.state.update(phase="grpo", step=0, lora={
+            name: getattr(c, name) for name in ("lora_rank", "lora_alpha", "tiny_lora")})
         self.save_checkpoint()
 
     # --- phase 2 ------------------------------------------------------------------------------
@@ -652,7 +663,9 @@ class Trainer:
         """Everything to continue from; of a model with adapters only these, the rest is fixed. The
         last few are kept."""
         def optimizer(path: str) -> None:
-            parallel.save_optimizer(self.model, self.optimizer, os.path.join(path, "optimizer"))
+            if self.state["step"]:  # before, it has nothing to save
+                parallel.save_optimizer(self.model, self.optimizer,
+                                        os.path.join(path, "optimizer"))
 
         def state(path: str) -> None:
             if self.world.rank == 0:

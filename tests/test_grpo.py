@@ -476,8 +476,9 @@ def random_rows(n, seed=0, most=60):
     for _ in range(n):
         length = rng.randint(3, most)
         mask = [0] + [int(rng.random() < 0.5) for _ in range(length - 2)] + [1]
+        advantage = rng.choice([-1.0, 0.7])
         rows.append(Row([rng.randrange(64) for _ in mask], mask,
-                        [-4.0 * rng.random() * m for m in mask], [rng.choice([-1.0, 0.7])] * sum(mask),
+                        [-4.0 * rng.random() * m for m in mask], [advantage] * sum(mask),
                         rng.random() / 100))
     return rows
 

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monk
         patch.setattr(rlm, "collect", interrupted)
         assert "--resume" in command(train, patch, *SHORT, "--out", out)
     assert not (out / "result.json").exists()
-    state = json.loads((out / "checkpoint" / "state.json").read_text())
+    state = json.loads(Path(train.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
     assert command(train, monkeypatch, "--out", out, "--resume") is None  # flags from run.json
     whole, resumed = weights(finished / "final"), weights(out / "final")
@@ -125,6 +126,7 @@ def test_a_batch_without_signal_changes_no_weight(finished):
 
 @pytest.mark.parametrize("flags", [
     "--objective dpo", "--kl 0.1 --updates 2 --norms-by-depth", "--lora-rank 2 --objective dpo",
+    "--lora-rank 2 --tiny-lora 13",
     "--own 0.5 --process 0.1 --children one", "--objective filter --keep 0.1 --overlong mask"])
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finished, tmp_path,
                                                                   monkeypatch):
@@ -213,6 +215,7 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
     (["--credit", "root", "--children", "sum"], "have no effect"),
     (["--objective", "dpo", "--kl", "0.1"], "have no effect"),
     (["--cross", "1.5"], "a share, at most 1"),
+    (["--tiny-lora", "13"], "needs --lora-rank"),
     (["--ablation", "all"], "there are core"),
     (["--sandbox", "maybe"], "require, auto or off"),
     (["--length", "none"], "sequence or constant or batch"),
