@@ -146,6 +146,28 @@ def shard(model) -> None:
     register_fsdp_forward_method(model, "logprobs")
 
 
+class LeanAdamW(torch.optim.AdamW):
+    """AdamW that keeps its moments in bfloat16. While a weight is updated, its own are float32. A
+    beta of 0.95 forgets 5 % a step, more than the 0.4 % that bfloat16 resolves; 0.999 would not."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        groups = self.param_groups
+        for group in groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                self.cast(state, torch.float32)
+                self.param_groups = [group | {"params": [weight]}]
+                super().step()
+                self.cast(state, torch.bfloat16)
+        self.param_groups = groups
+
+    @staticmethod
+    def cast(state: dict, dtype: torch.dtype) -> None:
+        for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+            state[name] = state[name].to(dtype)
+
+
 def save_optimizer(model, optimizer, path: str) -> None:
     """Through torch's distributed checkpoint, by name of the weight: any number of ranks can read
     it. Raises OSError."""

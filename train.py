@@ -100,6 +100,10 @@ class UpdateConfig:
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
+    bf16_states: bool = flag(False, "keep AdamW's two moments in bfloat16: 4 bytes a weight less")
+    compile: bool = flag(False, "torch.compile each layer in the update")
+    overlap: bool = flag(False, "sample the next batch while updating on this one: its policy is "
+                                "then one update old, for which --gap-max limits the weight")
     max_norm: float = flag(1.0, "gradients are clipped to this norm")
     micro_tokens: int = flag(2048, "tokens in a forward pass of the update, rows packed", 1)
     tokens: int = flag(0, "GRPO ends after so many sampled tokens; 0: after --steps alone")
@@ -110,6 +114,9 @@ class UpdateConfig:
     norms_by_depth: bool = flag(False, "log the gradient's norm of each depth alone, for a second "
                                        "backward pass")
 
+
+# What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
+COMPUTE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 # The tiny model and how its trees may grow; a checkpoint brings both in config.json and rlm.json.
 LR = 5e-4  # of GRPO on all weights
@@ -234,18 +241,23 @@ class Trainer:
         if adapted and c.tiny_lora:  # from the weights themselves; one process only
             add_lora(self.model)
         self.model.recompute = c.recompute
+        if c.compile:
+            for block in self.model.model["layers"]:
+                block.compile(dynamic=True)
         trained = [w for w in self.model.parameters() if w.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
-                                           fused=True)  # others hold temporaries of all weights
+        kind = parallel.LeanAdamW if c.bf16_states else torch.optim.AdamW
+        self.optimizer = kind(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
+                              fused=True)  # others hold temporaries of all weights
 
     def make_sampler(self) -> None:
         """Rollouts are sampled from copies of the model, refreshed before a step."""
+        c = self.update_config
+
         def sampler():
             return Sampler(self.model, memory=self.plan.need(self.world.size)["KV cache"],
                            batch=plan.MOST_WINDOWS, window=self.config.window,
-                           dtype=torch.bfloat16 if device() == "cuda" else None)
+                           dtype=None if c.lora_rank else COMPUTE)
 
-        c = self.update_config
         self.sampler, self.older = sampler(), sampler() if c.cross else None
         now = rlm.local_policy(self.sampler, self.tokenizer)
         then = rlm.local_policy(self.older, self.tokenizer)
@@ -708,7 +720,8 @@ def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype, update: Upd
               world: World) -> plan.Plan:
     share = 1 if device() == "cuda" else world.local_size
     return plan.Plan(config, window, max(window, update.micro_tokens), update.lora_rank,
-                     frozen.itemsize, update.recompute, plan.device_bytes(device()) // share)
+                     frozen.itemsize, update.recompute, plan.device_bytes(device()) // share,
+                     COMPUTE.itemsize, 2 if update.bf16_states else 4)
 
 
 def facts(flags: dict) -> dict:
