@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -266,6 +267,7 @@ class Trainer:
             tree = key[-3] % c.group  # of its group
             return await (then if tree < c.cross * c.group else now)(node, max_tokens, key)
         self.policy, self.sampling_policy = now, either if c.cross else now
+        self.thread, self.ahead = ThreadPoolExecutor(1), None  # of --overlap
 
     def make_reference(self) -> None:
         """The policy that GRPO started from; adapters that are switched off are one for nothing."""
@@ -425,7 +427,7 @@ class Trainer:
             in_model = self.seconds_in_model() - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
-                "repl_s": sampled - begin - in_model, "update_s": time.monotonic() - sampled,
+                "repl_s": max(0.0, sampled - begin - in_model), "update_s": time.monotonic() - sampled,
                 "wait_s": [round(s, 3) for s in self.world.gather(self.world.waited - waited)]}
             self.state["step"] = step + 1
             self.state["sampled"] += tokens
@@ -454,39 +456,59 @@ class Trainer:
                    (done["sampled"] + tokens) / c.tokens if c.tokens else 0.0)
 
     def sample(self, step: int) -> tuple[list[Rollout], int]:
-        """The trees of a step, sampled with the weights as they are now (and, with --cross, as they
-        were a few steps ago), and how many tokens were sampled for them."""
-        c, world = self.update_config, self.world
-        self.sampler.load(self.model)
-        if self.older and (step % OLDER == 0 or step == 0):
-            self.older.load(self.model)
+        """The trees of a step, sampled with the weights as they are now (with --overlap, as they
+        were before the last update; some, with --cross, as they were a few steps ago), and how many
+        tokens were sampled for them."""
+        c = self.update_config
         kept, tokens = [], 0
         for again in range(c.resample + 1):
             wanted = c.questions - len(kept) // c.group
-            phase = f"grpo again {again}" if again else "grpo"
-            questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
-            trees = [(n, questions[n // c.group], f"{again}.{n // c.group}")
-                     for n in range(wanted * c.group)]
-            mine = [tree for tree in trees if tree[0] // c.group % world.size == world.rank]
-            with (self.sampling_threads(),
-                  tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
-                numbers, tasks_, groups = zip(*mine) if mine else ((), (), ())
-                rollouts = asyncio.run(rlm.collect(
-                    tasks_, self.sampling_policy, self.tokenizer, self.config,
-                    (self.run.seed, step, *[again][:again]), groups,
-                    on_done=lambda _: bar.update(), numbers=numbers))
-            # Everybody knows the questions; the trees are told.
-            told = world.gather({n: (r.root, r.reward, r.failed)
-                                 for n, r in zip(numbers, rollouts)})
+            trees = self.saplings(step, again, wanted)
+            if again == 0 and self.ahead:
+                mine = self.ahead.result()
+            else:
+                if again == 0:
+                    self.refresh(step)
+                mine = self.grow(step, again, trees)
+            told = self.world.gather(mine)  # everybody knows the questions; the trees are told
             grown = {n: tree for share in told for n, tree in share.items()}
-            rollouts = [Rollout(task, group, *grown[n]) for n, task, group in trees]
+            rollouts = [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
             tokens += sum(node.sampled for r in rollouts for node in r.root.walk())
             signal = {r.group for r, a in zip(rollouts, grpo.advantages(rollouts)) if a}
             last = again == c.resample
             kept += [r for r in rollouts if last or r.group in signal]
             if len(kept) == c.questions * c.group:
                 break
+        self.ahead = None
+        if c.overlap and self.progress(1, tokens) < 1:
+            self.refresh(step + 1)
+            self.ahead = self.thread.submit(self.grow, step + 1, 0,
+                                            self.saplings(step + 1, 0, c.questions))
         return kept, tokens
+
+    def refresh(self, step: int) -> None:
+        self.sampler.load(self.model)
+        if self.older and (step % OLDER == 0 or step == 0):
+            self.older.load(self.model)
+
+    def saplings(self, step: int, again: int, wanted: int) -> list[tuple[tasks.Task, str]]:
+        """(question, group) of each tree of a step."""
+        c = self.update_config
+        phase = f"grpo again {again}" if again else "grpo"
+        questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
+        return [(q, f"{again}.{i}") for i, q in enumerate(questions) for _ in range(c.group)]
+
+    def grow(self, step: int, again: int, trees: list[tuple[tasks.Task, str]]) -> dict:
+        """{number: (root, reward, failed)} of this rank's share of the trees."""
+        c, world = self.update_config, self.world
+        mine = [n for n in range(len(trees)) if n // c.group % world.size == world.rank]
+        with (self.sampling_threads(),
+              tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
+            rollouts = asyncio.run(rlm.collect(
+                [trees[n][0] for n in mine], self.sampling_policy, self.tokenizer, self.config,
+                (self.run.seed, step, *[again][:again]), [trees[n][1] for n in mine],
+                on_done=lambda _: bar.update(), numbers=mine))
+        return {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
 
     def update(self, rollouts: list[Rollout], step: int) -> dict:
         """The optimizer steps on a batch of trees; usually one."""
@@ -590,6 +612,8 @@ class Trainer:
         return norm
 
     def score(self, name: str, questions: list[tasks.Task]) -> float:
+        if self.ahead:
+            self.ahead.exception()  # the sampler does one thing at a time
         self.sampler.load(self.model)
         with self.sampling_threads():
             row, rollouts = evaluation.evaluate(
