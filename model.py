@@ -129,7 +129,7 @@ class Qwen3(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        self.config, self.recompute, self.rank = config, False, 0
+        self.config, self.recompute, self.rank, self.compiled = config, False, 0, False
         self.register_parameter("lora_v", None)  # the numbers of TinyLoRA
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -174,11 +174,20 @@ class Qwen3(nn.Module):
             x_BTD = self.hidden(ids_BT)
         else:
             positions_T = torch.cat([torch.arange(n) for n in lengths]).to(ids_BT.device)
-            x_BTD = self.hidden(ids_BT, positions_T[None], confined(lengths, ids_BT.device))
+            attend = confined(lengths, ids_BT.device)
+            if self.compiled:  # or every pack's lengths would compile the layers anew
+                attend = torch.compiler.disable(attend)
+            x_BTD = self.hidden(ids_BT, positions_T[None], attend)
         wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
         x_ND, target_N = x_BTD[:, :-1][wanted], ids_BT[:, 1:][wanted]
         chunk = chunk or max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
+
+    def compile_layers(self) -> None:
+        """torch.compile them for packs of any lengths; attention stays as it is."""
+        self.compiled = True
+        for block in self.model["layers"]:
+            block.compile(dynamic=True)
 
     @property
     def device(self) -> torch.device:

@@ -243,8 +243,7 @@ class Trainer:
             add_lora(self.model)
         self.model.recompute = c.recompute
         if c.compile:
-            for block in self.model.model["layers"]:
-                block.compile(dynamic=True)
+            self.model.compile_layers()
         trained = [w for w in self.model.parameters() if w.requires_grad]
         kind = parallel.LeanAdamW if c.bf16_states else torch.optim.AdamW
         self.optimizer = kind(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,

@@ -1,6 +1,8 @@
-"""One rank of tests/test_parallel.py: `ranks.py DIR STEP` takes one step of full fine-tuning and one
-with adapters on hand-made trees, from the checkpoint of the step before, and leaves the loss, the
-gradients and the weights in DIR. RANK and WORLD_SIZE say which of how many it is."""
+"""One rank of tests/test_parallel.py: for each number of a step on its standard input `ranks.py DIR`
+takes one step of full fine-tuning and one with adapters on hand-made trees, from the checkpoint of
+the step before, and leaves loss, gradients and weights in DIR. RANK and WORLD_SIZE say which of
+how many it is."""
+import os
 import random
 import sys
 from pathlib import Path
@@ -46,6 +48,13 @@ def trees(step):
 
 def step(out, kind, number, world, split=None):
     """Resume, update, save. `split` of the rows go to rank 0, the others to rank 1."""
+    try:
+        return step_in(out, kind, number, world, split)
+    finally:
+        world.release()
+
+
+def step_in(out, kind, number, world, split):
     trainer = train.Trainer(
         train.RunConfig(out=str(out), model=str(out.parent / "model"), resume=number > 0, heldout=1),
         train.WarmupConfig(warmup_steps=0), train.UpdateConfig(micro_tokens=512, **KINDS[kind]),
@@ -72,15 +81,15 @@ def step(out, kind, number, world, split=None):
     found["rows"] = found["metrics"]["rows"]
     trainer.state["step"] = number + 1
     trainer.save_checkpoint()
-    world.release()
     return found
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    world, folder, number = World(), Path(sys.argv[1]), int(sys.argv[2])
-    for kind in KINDS:
-        found = step(folder / kind, kind, number, world, split=3)
-        if world.rank == 0:
-            torch.save(found, folder / f"{kind}.pt")
+    world, folder = World(), Path(sys.argv[1])
+    for line in sys.stdin:  # numbers of steps
+        for kind in KINDS:
+            found = step(folder / kind, kind, int(line), world, split=3)
+            if world.rank == 0:
+                torch.save(found, folder / f"{kind}.pt.tmp")
+                os.rename(folder / f"{kind}.pt.tmp", folder / f"{kind}-{int(line)}.pt")
     world.close()
