@@ -199,6 +199,18 @@ def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
     hf_equal_tokens_s, hf_mixed_tokens_s   the same of transformers.
     update_vs_transformers, packed_vs_padded   their ratios on equal and on mixed rows; both ran
                          one after the other.
+
+    On a GPU (shape of Qwen3-4B, rows of 4,096 tokens), as well; the figures above are a CPU's all
+    the same:
+    mfu                  flops of an update of all weights from 16 rows, over 989 TFLOP/s times its
+                         seconds, the optimizer's among them. Counted: 6 a weight and token (the
+                         head: a sampled token), and causal attention; not what is recomputed.
+    update_tokens_s, lora_tokens_s    tokens a second of it, and with adapters of rank 16.
+    peak_gib, lora_peak_gib   the most that was allocated; the latter with layers recomputed.
+    plan_over_peak, lora_plan_over_peak   what plan.py says without a sampler, over it.
+    step_sample_s, step_update_s, step_sync_s   a step of 128 trees with 4 children each (the load
+                         of `sampler`) and adapters: all trees, without REPLs; the update from all
+                         their nodes; the sampler's copy refreshed.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -206,6 +218,13 @@ def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
     import grpo
     from model import Qwen3, Qwen3Config
 
+    if torch.cuda.is_available():
+        config = Qwen3Config(vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
+                             num_hidden_layers=36, num_attention_heads=32,
+                             num_key_value_heads=8, head_dim=128)
+        on_gpu = device_updates(config, "cuda", row=4096, roots=128)
+    else:
+        on_gpu = {}
     config = Qwen3Config(vocab_size=32_000, hidden_size=512, intermediate_size=1536,
                          num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
                          head_dim=64)
@@ -272,6 +291,7 @@ def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
                 samples.setdefault(ratio, []).append(rates[0] / rates[1])
     bar.close()
     threads = torch.get_num_threads()
+    samples |= on_gpu
     return samples, (f"{sum(p.numel() for p in ours.parameters()) / 1e6:,.0f} M parameters, "
                      f"{config.num_hidden_layers} layers, float32, on CPU with {threads} threads")
 
@@ -424,6 +444,101 @@ def device_limits(sampler, model, record) -> None:
         total += len(logprobs)
     record("greedy_agreement", agree / total)
     record("logprob_gap", gap / total)
+
+
+def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[float]]:
+    """The figures of `train` that only a GPU has."""
+    import torch
+
+    import grpo
+    import parallel
+    from model import Qwen3
+    from plan import GIB, Plan
+    from sampler import Sampler
+
+    parallel.World()
+    rng, samples = random.Random(0), {}
+    loss_config = grpo.GRPOConfig()
+
+    def record(name: str, value: float) -> None:
+        samples.setdefault(name, []).append(value)
+
+    def seconds(run) -> float:
+        began = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def make_row(ids: list[int]) -> grpo.Row:
+        mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
+        return grpo.Row(ids, mask, [-12.0 * m for m in mask], [1.0] * sum(mask), 1e-4)
+
+    def make(rank: int):
+        with torch.device("meta"):
+            model = Qwen3(config)
+        model.to(torch.bfloat16 if rank else torch.float32)
+        parallel.shard(model)
+        model.to_empty(device=device)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model["embed_tokens"].weight
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
+        if rank:  # one process: nothing is split, and adapters need not be
+            model.add_lora(rank, 32.0)
+        model.recompute = rank > 0
+        return model, torch.optim.AdamW([w for w in model.parameters() if w.requires_grad],
+                                        lr=1e-6, fused=True)
+
+    def update(model, optimizer, rows) -> None:
+        for pack in grpo.micro_batches(rows, row):
+            t = grpo.collate(pack, device)
+            new, entropies = model.logprobs(t["ids"], t["mask"], t["lengths"])
+            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    rows = [make_row([rng.randrange(config.vocab_size) for _ in range(row)]) for _ in range(16)]
+    table = config.vocab_size * config.hidden_size
+    flops = 0
+    for rank, name, rate in ((0, "", "update_tokens_s"), (16, "lora_", "lora_tokens_s")):
+        plan = Plan(config, row, row, rank, 2, rank > 0, 0, compute=2)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        model, optimizer = make(rank)
+        flops = flops or sum(
+            6 * len(r.ids) * (plan.parameters[0] - table) + 6 * sum(r.mask) * table
+            + 6 * len(r.ids) ** 2 * config.num_hidden_layers * config.num_attention_heads
+            * config.head_dim for r in rows)
+        for repeat in range(4):
+            took = seconds(lambda: update(model, optimizer, rows))
+            if repeat:
+                record(rate, 16 * row / took)
+                if not rank:
+                    record("mfu", flops / took / 989e12)
+        peak = torch.cuda.max_memory_allocated()
+        record(f"{name}peak_gib", peak / GIB)
+        record(f"{name}plan_over_peak", sum(plan.need(sampling=False).values()) / max(1, peak))
+        if not rank:
+            del model, optimizer
+    ours = Sampler(model, memory=0.5 if torch.cuda.is_available() else 1 << 30, batch=96)
+    for repeat in range(4):
+        prompts = [[rng.randrange(config.vocab_size) for _ in range(1000)]
+                   for _ in range(-(-roots // 8))]
+        nodes = [Talk(prompts[i // 8], 3, f"{repeat}.{i}", config.vocab_size,
+                      [Talk(range(500), 2, f"{repeat}.{i}.{j}", config.vocab_size)
+                       for j in range(4)]) for i in range(roots)]
+        sync = seconds(lambda: ours.load(model))
+        sample = seconds(lambda: asyncio.run(converse(ours, nodes)))
+        grown = [make_row(node.ids) for root in nodes for node in (root, *root.children)]
+        learn = seconds(lambda: update(model, optimizer, grown))
+        if repeat:
+            record("step_sample_s", sample)
+            record("step_update_s", learn)
+            record("step_sync_s", sync)
+    return samples
 
 
 # --- helpers ---------------------------------------------------------------------------------

@@ -133,10 +133,10 @@ class World:
 
 
 def shard(model) -> None:
-    """Split weights over the ranks, layer by layer; nothing without a process group. Also on one
-    GPU: there it is what keeps float32 weights beside bfloat16 layers. Gradients are means over the
-    ranks, so a rank's loss has to be multiplied by their number."""
-    if not dist.is_initialized():
+    """Split weights over the ranks, layer by layer; nothing without a process group. On one GPU it
+    is what keeps float32 weights beside bfloat16 layers; with adapters there is no need for that.
+    Gradients are means over the ranks, so a rank's loss has to be multiplied by their number."""
+    if not dist.is_initialized() or (dist.get_world_size() == 1 and model.rank):
         return
     compute = torch.bfloat16 if torch.cuda.is_available() else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)

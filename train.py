@@ -426,7 +426,8 @@ class Trainer:
             in_model = self.seconds_in_model() - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
-                "repl_s": max(0.0, sampled - begin - in_model), "update_s": time.monotonic() - sampled,
+                "repl_s": max(0.0, sampled - begin - in_model),
+                "update_s": time.monotonic() - sampled,
                 "wait_s": [round(s, 3) for s in self.world.gather(self.world.waited - waited)]}
             self.state["step"] = step + 1
             self.state["sampled"] += tokens

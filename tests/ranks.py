@@ -1,5 +1,5 @@
-"""One rank of tests/test_parallel.py: for each number of a step on its standard input `ranks.py DIR`
-takes one step of full fine-tuning and one with adapters on hand-made trees, from the checkpoint of
+"""One rank of tests/test_parallel.py: for each number of a step on its standard input, `ranks.py
+DIR` takes one step of full fine-tuning and one with adapters on hand-made trees, from the checkpoint of
 the step before, and leaves loss, gradients and weights in DIR. RANK and WORLD_SIZE say which of
 how many it is."""
 import os
@@ -56,7 +56,8 @@ def step(out, kind, number, world, split=None):
 
 def step_in(out, kind, number, world, split):
     trainer = train.Trainer(
-        train.RunConfig(out=str(out), model=str(out.parent / "model"), resume=number > 0, heldout=1),
+        train.RunConfig(out=str(out), model=str(out.parent / "model"), resume=number > 0,
+                        heldout=1),
         train.WarmupConfig(warmup_steps=0), train.UpdateConfig(micro_tokens=512, **KINDS[kind]),
         grpo.GRPOConfig(), world)
     if number == 0:
