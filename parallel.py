@@ -142,7 +142,9 @@ def shard(model) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.model["layers"]:
         fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    # The rest too is given up after a forward pass: one without a backward pass must leave nothing
+    # whole behind, or what is read next is not the weights.
+    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     register_fsdp_forward_method(model, "logprobs")
 
 

@@ -14,7 +14,11 @@ stopped.
 With --lora-rank the warm-up still trains all weights; then they are frozen and adapters trained,
 so that the model without its adapters is the one that GRPO started from. Trained weights are
 float32. Frozen ones are bfloat16, except on a CPU if the checkpoint is not bfloat16 itself: the
-tiny one stays float32. Left out: several GPUs, a KL term.
+tiny one stays float32.
+
+`torchrun --nproc-per-node N train.py ...` is the same run on N devices (parallel.py): each rank
+samples its share of a step's questions, then the nodes of all are dealt out for the update. A
+checkpoint appears whole or not at all, and any number of ranks can resume from it.
 """
 import argparse
 import asyncio
@@ -272,7 +276,7 @@ class Trainer:
         """The policy that GRPO started from; adapters that are switched off are one for nothing."""
         if self.loss_config.needs_reference and not self.model.rank:
             self.reference = Qwen3.from_pretrained(os.path.join(self.run.out, "warmup"),
-                                                   torch.float32, device()).requires_grad_(False)
+                                                   COMPUTE, device()).requires_grad_(False)
 
     def seconds_in_model(self) -> float:
         return sum(s.stats["seconds"] for s in (self.sampler, self.older) if s)

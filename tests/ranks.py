@@ -1,7 +1,7 @@
 """One rank of tests/test_parallel.py: for each number of a step on its standard input, `ranks.py
-DIR` takes one step of full fine-tuning and one with adapters on hand-made trees, from the checkpoint of
-the step before, and leaves loss, gradients and weights in DIR. RANK and WORLD_SIZE say which of
-how many it is."""
+DIR` takes one step of full fine-tuning and one with adapters on hand-made trees, from the
+checkpoint of the step before, and leaves loss, gradients and weights in DIR. RANK and WORLD_SIZE
+say which of how many it is."""
 import os
 import random
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 import grpo  # noqa: E402
 import train  # noqa: E402
@@ -75,6 +76,9 @@ def step_in(out, kind, number, world, split):
     trainer.optimizer_step = watched
     if split and world.size == 2:
         grpo.micro_batches, dealt = unequal, grpo.micro_batches
+    with torch.no_grad():  # as the report does: it must leave no weight gathered
+        trainer.model.logprobs(torch.arange(9)[None], torch.ones(1, 9))
+    assert (world.size == 2) == all(isinstance(w, DTensor) for w in trainer.model.parameters())
     found["metrics"] = trainer.update(trees(number), number)
     if split and world.size == 2:
         grpo.micro_batches = dealt
