@@ -189,7 +189,7 @@ def sampler(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
 def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
     """The update, next to a plain transformers training step. Random weights, all of them trained.
 
-    An update is forward, loss, backward, clipping and AdamW (fused in both) over 16 rows; every
+    An update is forward, loss, backward, clipping and AdamW (fused in both) over 8 rows; every
     other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones 32 to 512,
     spread evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, log-probabilities
     of sampled tokens in chunks. transformers: 8 rows at a time, padded to the longest, the logits
@@ -266,11 +266,11 @@ def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
 
     samples: dict[str, list[float]] = {}
     rng = random.Random(0)
-    mixed = [round(32 * 16 ** (i / 15)) for i in range(16)]
+    mixed = [round(32 * 16 ** (i / 7)) for i in range(8)]
     rng.shuffle(mixed)
     repeats = 3
     bar = tqdm(total=4 * repeats, desc="train", leave=False, disable=None)
-    for name, lengths, ratio in (("equal", [256] * 16, "update_vs_transformers"),
+    for name, lengths, ratio in (("equal", [256] * 8, "update_vs_transformers"),
                                  ("mixed", mixed, "packed_vs_padded")):
         rows = []
         for n in lengths:
