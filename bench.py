@@ -478,14 +478,15 @@ def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[
         with torch.device("meta"):
             model = Qwen3(config)
         model.to(torch.bfloat16 if rank else torch.float32)
-        parallel.shard(model)
+        if not rank:  # frozen weights are bfloat16 as they are
+            parallel.shard(model)
         model.to_empty(device=device)
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model["embed_tokens"].weight
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
-        if rank:  # one process: nothing is split, and adapters need not be
+        if rank:
             model.add_lora(rank, 32.0)
         model.recompute = rank > 0
         return model, torch.optim.AdamW([w for w in model.parameters() if w.requires_grad],

@@ -210,6 +210,7 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
 
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
+    (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
     (["--credit", "root", "--children", "sum"], "have no effect"),
