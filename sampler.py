@@ -332,27 +332,28 @@ class Sampler:
         u_B, heat_B, top_p_B = torch.tensor(
             [(r.uniforms[len(r.logprobs)], r.temperature, r.top_p) for r in requests],
             dtype=torch.float64).to(device).unbind(1)
-        top_B1, new_B1 = logits_BV.max(-1, keepdim=True)
+        logprobs_BV = logits_BV.log_softmax(-1)
+        new_B = logits_BV.argmax(-1)
         if any(r.temperature > 0 for r in requests):
             heat_B1 = heat_B.clamp(min=1e-6)[:, None].float()
-            odds_BV = ((logits_BV - top_B1) / heat_B1).exp_()  # 1 for the most likely token
+            probs_BV = (logprobs_BV / heat_B1).softmax(-1)
             if any(r.top_p < 1 for r in requests):
-                odds_BV = truncate(odds_BV, top_p_B[:, None])
-            total_BV = odds_BV.cumsum(-1, dtype=torch.float64)
-            u_B1 = u_B[:, None] * total_BV[:, -1:]
-            drawn_B1 = torch.searchsorted(total_BV, u_B1, right=True)
-            drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[-1] - 1)
-            new_B1 = torch.where(heat_B[:, None] > 0, drawn_B1, new_B1)
-        logprobs_B1 = logits_BV.gather(1, new_B1) - logits_BV.logsumexp(-1, keepdim=True)
-        return torch.cat((new_B1.double(), logprobs_B1.double()), 1).T.cpu().numpy()  # 2 B
+                probs_BV = truncate(probs_BV, top_p_B[:, None])
+            total_BV = probs_BV.cumsum(-1, dtype=torch.float64)
+            u_B1 = (u_B * total_BV[:, -1])[:, None]  # the sum is 1 but for rounding
+            drawn_B = torch.searchsorted(total_BV, u_B1, right=True)[:, 0]
+            drawn_B = drawn_B.clamp(max=logits_BV.shape[-1] - 1)
+            new_B = torch.where(heat_B > 0, drawn_B, new_B)
+        logprobs_B = logprobs_BV.gather(1, new_B[:, None])[:, 0]
+        return torch.stack((new_B.double(), logprobs_B.double())).cpu().numpy()  # 2 B
 
 
-def truncate(odds_BV: Tensor, top_p_B1: Tensor) -> Tensor:
-    """Zero all but the fewest most likely tokens that have top_p of the sum (Holtzman 2020)."""
-    sorted_BV, order_BV = odds_BV.sort(dim=-1, descending=True, stable=True)
-    upto_BV = sorted_BV.cumsum(-1, dtype=torch.float64)
-    kept_BV = upto_BV - sorted_BV < top_p_B1 * upto_BV[:, -1:]
-    return torch.zeros_like(odds_BV).scatter(1, order_BV, torch.where(kept_BV, sorted_BV, 0))
+def truncate(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
+    """Zero all but the fewest most likely tokens that have top_p together (Holtzman 2020)."""
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
+    return torch.zeros_like(probs_BV).scatter(
+        1, order_BV, torch.where(before_BV < top_p_B1, sorted_BV, 0))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -543,9 +544,8 @@ class GatheredRows:
     def forward(self, step: Step) -> Tensor:
         """Logits, (B, V) float32, of those requests that have fed all their tokens."""
         ids_N, pos_N, places_N, last_B = flatten(step, self.pool)
-        row_N = torch.tensor([row for row, (_, n) in enumerate(step) for _ in range(n)],
-                             device=pos_N.device)
         ones = sum(n == 1 for _, n in step)
+        row_1 = torch.arange(ones, device=pos_N.device)
         slices = []  # of the rows with one token, so that few are padded to the longest: its mask
         for low in range(0, ones, SLICE):
             high = min(low + SLICE, ones)
@@ -560,8 +560,13 @@ class GatheredRows:
 
         def attend(layer, q, k, v):
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # N H E, N K E
+            for new, pool, rows in zip((k, v), self.pool[layer], self.rows[layer]):
+                pool.view(-1, *pool.shape[2:])[places_N] = new
+                if ones:
+                    rows[row_1, :, pos_N[:ones]] = new[:ones]
+                for row, low, high, end, _ in chunks:
+                    rows[row, :, end - (high - low):end] = new[low:high].transpose(0, 1)
             keys, values = self.rows[layer]  # B K T E
-            self.rows[layer].transpose(2, 3)[:, row_N, pos_N] = torch.stack((k, v))
             out = torch.empty_like(q)
             K, E = k.shape[1:]
             for low, high, mask in slices:  # G heads that share keys: G queries at one position
@@ -579,7 +584,6 @@ class GatheredRows:
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
-        self.pool.flatten(2, 3)[:, :, places_N] = self.rows.transpose(3, 4)[:, :, row_N, pos_N]
         # A few rows times a matrix that no cache holds: in parts it takes half the time.
         parts = self.model.lm_head.weight.split(HEAD_PART)
         return torch.cat([F.linear(hidden_ND[last_B], part) for part in parts], -1).float()
