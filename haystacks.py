@@ -110,6 +110,37 @@ def paper_text(title: str, abstract: str, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
+# deep: two levels of delegation
+
+FIELDS = "birds fish tools fruits metals songs trees".split()
+LEXICON = {"-".join(pair): FIELDS[i % 7] for i, pair in enumerate(random.Random(0).sample(
+    list(itertools.permutations(SYLLABLES, 2)), 56))}  # term: its field
+
+
+def deep(rng: random.Random):
+    """Two papers of two sections of two paragraphs, as nested lists. A paragraph has a term of
+    each field in random order, each followed by its code. The question asks for the codes of one
+    field, one in each paragraph. Which term belongs to which field is nowhere in the context and
+    too long to be written as code: somebody has to read each paragraph."""
+    field, codes = rng.choice(FIELDS), iter(rng.sample(SYLLABLES, 56))
+    gold = []
+
+    def part(level: int):
+        if level:
+            return [part(level - 1), part(level - 1)]
+        words = []
+        for other in rng.sample(FIELDS, len(FIELDS)):
+            term = rng.choice([t for t, f in LEXICON.items() if f == other])
+            words += term, next(codes)
+            if other == field:
+                gold.append(words[-1])
+        return " ".join(words)
+
+    context = part(3)
+    return field, f"List all {field}.", context, gold
+
+
+# ---------------------------------------------------------------------------------------------
 # niah: one needle in filler (RULER, arXiv 2404.06654)
 
 def niah(rng: random.Random, chars: int):

@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
 # default is to spin long: 1.3 times faster on two idle cores, ten times slower on two busy ones.
@@ -63,6 +63,9 @@ class RunConfig:
     seed: int = flag(0, "seed of weights, questions and sampling")
     model: str = flag("", "checkpoint to start from; empty: make a tiny one")
     data: str = flag("", "JSONL file of questions; empty: generate them")
+    task: str = flag("evidence", "kind of generated questions: evidence, or deep, where two levels "
+                                 "of children are needed")
+    max_depth: int = flag(0, "nodes to this depth have a REPL; 0: what rlm.json says")
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
@@ -80,6 +83,8 @@ class WarmupConfig:
     warmup_rows: int = flag(32, "nodes in a supervised step", 1)
     warmup: str = flag("", "JSONL file of trees (eval.py --save) to learn from in place of scripts")
     warmup_score: float = flag(0.0, "trees of --warmup that scored no more are left out")
+    warmup_degenerate: str = flag("", "half of the scripted trees do this instead of the task: "
+                                      f"{', '.join(tasks.DEGENERATE)}")
     warmup_lr: float = flag(3e-3, "peak learning rate of the warm-up")
 
 
@@ -111,6 +116,10 @@ TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_att
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
+# deep: a node has one message with room for one call, to two children at most, and a window
+# that a paragraph fits into, but not two.
+TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=64, max_nodes=15,
+                    limits=replace(TINY_RLM.limits, queries=2))
 
 
 def main() -> None:
@@ -137,13 +146,18 @@ class Trainer:
         self.run, self.warm, self.update_config = run, warm, update
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
+        if run.task not in tasks.TRAINED:
+            raise ValueError(f"--task is {run.task!r}; it can be {' or '.join(tasks.TRAINED)}")
+        if warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
+            raise ValueError(f"--warmup-degenerate is {warm.warmup_degenerate!r}; it can be "
+                             f"{', '.join(tasks.DEGENERATE)}")
         self.loss_config = GRPOConfig(credit=update.credit, children=update.children,
                                       length=update.length)
         self.questions = None  # those of --data for training; None: generated ones
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
         else:
-            self.heldout = evaluation.heldout_tasks(run.heldout)
+            self.heldout = evaluation.heldout_tasks(run.heldout, kind=run.task)
         self.shown = None  # the last step's trees, packed for the report
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {}}
         start = self.starting_point()
@@ -153,6 +167,7 @@ class Trainer:
         config = Qwen3Config.read(os.path.join(base, "config.json"))
         self.tokenizer = Tokenizer.from_pretrained(start)
         self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
+        self.config = replace(self.config, max_depth=run.max_depth or self.config.max_depth)
         self.frozen = frozen_dtype(base if in_grpo else run.model or base)
         self.plan = make_plan(config, self.config.window, self.frozen, update)
         print(self.plan.table())
@@ -202,7 +217,7 @@ class Trainer:
         if self.run.resume:
             print(f"{last}: no checkpoint yet, starting afresh")
         return self.run.model or make_tiny(os.path.join(self.run.out, "init"), self.run.seed,
-                                           self.questions)
+                                           self.questions, self.run.task)
 
     def clear(self) -> None:
         """Start the output directory afresh, now that everything was read without an error."""
@@ -237,7 +252,7 @@ class Trainer:
             raise
         self.save_checkpoint()
         self.score("heldout_final", self.heldout)
-        if not self.run.data:
+        if not self.run.data and self.run.task == "evidence":
             self.score("heldout_4x", evaluation.heldout_tasks(self.run.heldout, times=4))
         self.finish(window, context)
 
@@ -252,7 +267,8 @@ class Trainer:
             trees = teacher_trees(c.warmup, c.warmup_score, self.tokenizer)
         else:
             questions = [self.question("warmup", i) for i in range(c.warmup_trees)]
-            trees = demonstrations(questions, self.tokenizer, self.config, self.run.seed)
+            trees = demonstrations(questions, self.tokenizer, self.config, self.run.seed,
+                                   c.warmup_degenerate)
         nodes = [node for r in trees for node in r.root.walk()
                  if node.sampled and len(node.ids) <= self.config.window]
         if not nodes:
@@ -368,7 +384,7 @@ class Trainer:
     def question(self, phase: str, i: int) -> tasks.Task:
         """The i-th question of a phase: generated, or an epoch-wise shuffle of the data's."""
         if self.questions is None:
-            return tasks.make_task("evidence", random.Random(f"{self.run.seed} {phase} {i}"),
+            return tasks.make_task(self.run.task, random.Random(f"{self.run.seed} {phase} {i}"),
                                    papers=evaluation.PAPERS)
         epoch, at = divmod(i, len(self.questions))
         order = list(range(len(self.questions)))
@@ -485,12 +501,14 @@ def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype,
                      frozen.itemsize, update.recompute, plan.device_bytes(device()))
 
 
-def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None) -> str:
+def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,
+              kind: str = "evidence") -> str:
     """A checkpoint made from nothing: a tokenizer trained on scripted trees and their papers, and
     a small Qwen3 with random weights."""
-    some = (questions or [tasks.make_task("evidence", random.Random(f"tokenizer {i}"))
+    some = (questions or [tasks.make_task(kind, random.Random(f"tokenizer {i}"))
                           for i in range(192)])[:192]
-    trees = demonstrations(some, None, TINY_RLM, seed="tokenizer")
+    config = TINY_DEEP if kind == "deep" else TINY_RLM
+    trees = demonstrations(some, None, config, seed="tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for r in trees for node in r.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -498,22 +516,22 @@ def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None) -> str:
     model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY))
     model.save_pretrained(path)
     tokenizer.save(path)
-    TINY_RLM.save(os.path.join(path, "rlm.json"))
+    config.save(os.path.join(path, "rlm.json"))
     return path
 
 
 def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None, config: RLMConfig,
-                   seed) -> list[Rollout]:
+                   seed, degenerate: str = "") -> list[Rollout]:
     """Scripted trees, run through the real REPL and the real rollout: what is learnt is what
-    will be executed. A tree's scripts are drawn from (seed, its number)."""
-    async def policy_for(number: int, task: tasks.Task, node: Node, key) -> Completion:
-        text = tasks.demonstrate(task, node, (seed, number))
-        ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
-        return Completion(text, tuple(ids), (0.0,) * len(ids))
-
+    will be executed. A tree's scripts are drawn from (seed, its number); with `degenerate` every
+    second tree does that instead."""
     async def policy(node, max_tokens, key):
         number = key[-3]
-        return await policy_for(number, questions[number], node, key)
+        task = questions[number]
+        text = (tasks.degenerate_script(degenerate, task, node) if degenerate and number % 2
+                else tasks.demonstrate(task, node, (seed, number)))
+        ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
+        return Completion(text, tuple(ids), (0.0,) * len(ids))
 
     with tqdm(total=len(questions), desc="scripts", leave=False, disable=None) as bar:
         return asyncio.run(rlm.collect(questions, policy, tokenizer, config, (), at_once=32,
@@ -543,6 +561,7 @@ def describe(rollouts: list[Rollout]) -> dict:
     for r in scored:
         groups.setdefault(r.group, []).append(r.reward)
     n = len(scored)
+    kinds = Counter(tasks.degenerate(r.task, r.root) for r in scored)
     return {
         "reward": sum(r.reward for r in scored) / n,
         "flat": sum(max(g) - min(g) < 1e-9 for g in groups.values()) / len(groups),
@@ -553,6 +572,7 @@ def describe(rollouts: list[Rollout]) -> dict:
         "errors": sum(node.errors for node in nodes) / n,
         "block_s": sum(node.repl_seconds for node in nodes) / n,
         "ends": dict(Counter(r.root.end for r in scored).most_common()),
+        "degenerate": {name: kinds[name] / n for name in tasks.DEGENERATE if kinds[name]},
     }
 
 
