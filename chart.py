@@ -62,6 +62,33 @@ def svg(lines: dict[str, list[list[float]]], title: str) -> str:
             f'font-family="sans-serif" font-size="13">\n' + "\n".join(parts) + "\n</svg>\n")
 
 
+def dots(rows: dict[str, list[float]], title: str) -> str:
+    """One line a row: its name, a dot a value, a bar at their mean. The x axis is 0 to 1."""
+    left, line, right = 220, 24, 70
+    height = 60 + line * len(rows)
+    x = lambda v: left + (WIDTH - left - right) * v  # noqa: E731
+
+    def text(at_x, at_y, words, anchor, colour=GREY):
+        return (f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{colour}">'
+                f'{escape(words)}</text>')
+
+    parts = [text(8, 20, title, "start")]
+    for v in (0, 0.25, 0.5, 0.75, 1):
+        parts += [f'<line x1="{x(v):.1f}" x2="{x(v):.1f}" y1="30" y2="{height - 22}" '
+                  f'stroke="{GREY}" stroke-opacity="0.25"/>',
+                  text(x(v), height - 6, f"{v:g}", "middle")]
+    for i, (name, values) in enumerate(rows.items()):
+        y, middle = 48 + line * i, sum(values) / len(values)
+        parts += [text(left - 10, y + 4, name, "end", COLOURS[0])]
+        parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="4" fill="{COLOURS[0]}" '
+                  'fill-opacity="0.6"/>' for v in values]
+        parts += [f'<line x1="{x(middle):.1f}" x2="{x(middle):.1f}" y1="{y - 8}" y2="{y + 8}" '
+                  f'stroke="{COLOURS[1]}" stroke-width="3"/>',
+                  text(WIDTH - right + 10, y + 4, f"{middle:.2f}", "start", COLOURS[1])]
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'font-family="sans-serif" font-size="13">\n' + "\n".join(parts) + "\n</svg>\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw training curves as SVG.")
     parser.add_argument("out", help="the SVG file to write")

@@ -129,7 +129,7 @@ async def ask(method: str, task: tasks.Task, policy_for: Callable, tokenizer, co
               "in": meter.used["prompt"], "reused": meter.used["reused"],
               "out": meter.used["sampled"], "calls": meter.calls, "nodes": len(nodes),
               "depth": max(node.depth for node in nodes), "root": tokens(root),
-              "errors": sum(node.errors for node in nodes), "dollars": meter.dollars}
+              "errors": sum(len(node.errors) for node in nodes), "dollars": meter.dollars}
     return record, Rollout(task, task.id, root, score, failed)
 
 

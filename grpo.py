@@ -9,50 +9,114 @@ of node y that sampled at least one token, the objective of a tree is the recurs
 
     J(y, A) = J_node(y, A) + (1 / k_y) * sum_i J(y_i, A)
     J_node  = (1 / |y|) * sum_t min(rho_t A, clip(rho_t, 1 - eps_low, 1 + eps_high) A)
+    J       = mean over trees of J(root_g, A_g) - beta * KL(pi || pi_ref);      the loss is -J
 
 over the sampled tokens t of y, rho_t = pi(t) / pi_old(t). Unrolled, a node's term carries the
 product of the 1/k on the way from the root (`node_weights`), so a root that spawns forty children
-does not outweigh one that spawns two. J is the mean over all trees of the batch; the loss is -J.
+does not outweigh one that spawns two.
 
-Because the weights are known before any forward pass, a batch is a flat list of rows, one a node,
-and a token's contribution is weight * min(...): the sum over rows does not depend on how they are
-cut into micro-batches. pi_old are the trainer's own log-probabilities before the update, so rho = 1
-on the first update of a batch; that the sampler's differ a little (precision, kernels) is a
-separate weight pi_old / pi_sampler, truncated (as in TIS) and detached.
+The pass, top to bottom: `advantages` (one a tree) -> `credit` (one a turn) -> `node_weights` (one a
+node) -> `make_rows` (one row a node) -> `micro_batches`, `collate` -> `policy_loss`. Weights are
+known before any forward pass and a token's contribution is weight * min(...), so the sum does not
+depend on how rows are cut into micro-batches. pi_old are the trainer's own log-probabilities before
+the update: rho = 1 on the first update of a batch. That the sampler's differ a little (precision,
+kernels; or an older policy sampled the tree) is a separate weight pi_old / pi_sampler, truncated
+(as in TIS) and detached. GRPOConfig's fields are the switches, each with its source.
 
-The defaults of GRPOConfig differ in one place: 1/|y| is a constant, so that a token weighs the
-same in a short turn and in a long one.
+Two other methods are the same loss with other advantages. Rejection sampling (`filter`): 1 for
+a tree that scored enough, 0 for the others. DPO (2305.18290): where rho = 1, the gradient of
+-log sigmoid(beta m) for a pair of trees, m = log pi/pi_ref of the better minus that of the worse,
+is the policy gradient with the advantages +-beta sigmoid(-beta m).
 
-Left out: a KL term, a value function, several updates a batch. Everything here is torch and
-tree.py; the model is the caller's.
+The defaults differ from the equations in one place: 1/|y| is a constant. Left out: a value
+function. Everything here is torch and tree.py; the model is the caller's.
 """
-from dataclasses import dataclass
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tree import Node, Rollout
 
+OVERLONG = ("turns", "window", "budget")  # how a root ends that was cut off
+
+
+def flag(default, text: str, least: float = 0):
+    """A dataclass field that becomes --name with this help text; a number is at least `least`, a
+    text with a list of choices ("a: ...; b: ...") one of these."""
+    return field(default=default, metadata={"help": text, "least": least})
+
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    credit: str = "inherit"  # inherit: children have their root's advantage; root: not trained
-    children: str = "mean"  # mean: 1/k as above; sum: 1 instead of 1/k
-    length: str = "constant"  # sequence: 1/|y|; constant: 1/length_constant (Dr. GRPO,
-    #                           2503.20783); batch: all sampled tokens alike (DAPO, 2503.14476)
-    length_constant: float = 64.0
-    std: bool = True  # divide the advantage by the group's standard deviation
+    """The switches of the objective. Raises ValueError for values that contradict each other."""
+    objective: str = flag("grpo", "grpo: group-relative advantages; filter: rejection sampling, "
+                                  "supervised on trees above --keep; dpo: a group's best and worst")
+    credit: str = flag("inherit", "who is trained. inherit: all nodes, with their root's "
+                                  "advantage; root: roots only; children: all but roots")
+    children: str = flag("mean", "weights below a node with k children. mean: 1/k; sum: 1; "
+                                 "one: 1 for one of them, drawn at random")
+    discount: float = flag(1.0, "a node's weight is multiplied by this once a level")
+    length: str = flag("constant", "a token's weight in its node y. sequence: 1/|y| (GRPO); "
+                                   "constant: 1/64 (Dr. GRPO, 2503.20783); batch: all sampled "
+                                   "tokens of the batch alike, children or not (DAPO, 2503.14476)")
+    std: str = flag("on", "advantages over the group's deviation. on: yes; off: no (Dr. GRPO)")
+    clip_low: float = flag(0.2, "ratios below 1 minus this are clipped")
+    clip_high: float = flag(0.2, "ratios above 1 plus this are clipped (DAPO's clip-higher: 0.28)")
+    updates: int = flag(1, "optimizer steps on each batch, all of it each time", 1)
+    kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from (k3 estimator)")
+    gap_max: float = flag(2.0, "truncation of pi_old / pi_sampler (TIS)")
+    overlong: str = flag("keep", "trees cut off by a limit. keep: scored as they are; mask: in the "
+                                 "baseline, not trained (DAPO); punish: 0.5 less reward")
+    own: float = flag(0.0, "share of a child's advantage that comes from its own score, where the "
+                           "task has one")
+    process: float = flag(0.0, "advantage for a turn with a valid block and no error, at most half "
+                               "of the answer's (Agent-R1, 2511.14460)")
+    keep: float = flag(0.5, "score from which --objective filter learns from a tree")
+    dpo_beta: float = flag(0.1, "beta of DPO")
+
+    length_constant: float = 64.0  # these three are no flags
     std_floor: float = 1e-2
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    gap_max: float = 2.0  # truncation of the sampler/trainer weight
+    penalty: float = 0.5  # of --overlong punish
 
     def __post_init__(self):
-        for name, allowed in (("credit", ("inherit", "root")), ("children", ("mean", "sum")),
-                              ("length", ("sequence", "constant", "batch"))):
-            if getattr(self, name) not in allowed:
+        for name, allowed in (("objective", "grpo filter dpo"), ("credit", "inherit root children"),
+                              ("children", "mean sum one"), ("length", "sequence constant batch"),
+                              ("std", "on off"), ("overlong", "keep mask punish")):
+            if getattr(self, name) not in allowed.split():
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it can be "
-                                 f"{' or '.join(allowed)}")
+                                 f"{' or '.join(allowed.split())}")
+        below = self.children != "mean" or self.discount != 1 or self.own > 0
+        for wrong, why in (
+                (self.own > 1, "own is a share, at most 1"),
+                (self.clip_low >= 1, "clip_low is below 1"),
+                (self.credit == "root" and below, "credit root trains no children: children, "
+                 "discount and own have no effect"),
+                (self.length == "batch" and (self.children != "mean" or self.discount != 1),
+                 "length batch weights all tokens alike: children and discount have no effect"),
+                (self.process > 0 and self.overlong == "mask", "process would train the trees that "
+                 "overlong mask keeps out"),
+                (self.objective != "grpo" and (self.own > 0 or self.process > 0
+                                               or self.std == "off"),
+                 f"{self.objective} has no baseline: own, process and std have no effect"),
+                (self.objective == "dpo" and (self.updates > 1 or self.kl > 0
+                                              or self.length != "constant"),
+                 "dpo has its own reference and no length weight, and its advantages hold for one "
+                 "update: updates, kl and length have no effect")):
+            if wrong:
+                raise ValueError(why)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl > 0 or self.objective == "dpo"
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether pi_old has to be computed before the first update; else it is pi itself."""
+        return self.updates > 1 or self.objective == "dpo"
 
 
 @dataclass(frozen=True)
@@ -61,64 +125,128 @@ class Row:
     ids: list[int]
     mask: list[int]  # 1 for sampled tokens
     logprobs: list[float]  # the sampler's, 0 where mask is 0
-    advantage: float  # its root's
+    advantages: list[float]  # of each sampled token
     weight: float  # of each sampled token in the batch's loss
+    depth: int = 0
+    pair: int = 0  # DPO: which group; the better tree has advantage 1, the worse -1
 
 
-def advantages(rollouts: list[Rollout], std: bool = True, floor: float = 1e-2) -> list[float]:
+def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> list[float]:
     """The advantage of each root within its group; 0 for failed rollouts, which also stay out
-    of their group's mean and deviation (population form)."""
-    groups: dict[str, list[float]] = {}
-    for r in rollouts:
+    of their group's mean and deviation (population form).
+
+    Raises ValueError for a reward that is not finite."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, r in enumerate(rollouts):
         if not r.failed:
-            groups.setdefault(r.group, []).append(r.reward)
-    result = []
-    for r in rollouts:
-        if r.failed:
-            result.append(0.0)
-            continue
-        rewards = groups[r.group]
-        mean = sum(rewards) / len(rewards)
-        deviation = (sum((x - mean) ** 2 for x in rewards) / len(rewards)) ** 0.5
-        flat = max(rewards) - min(rewards) < 1e-9  # rounding in the mean is no signal
-        result.append(0.0 if flat else (r.reward - mean) / (deviation + floor if std else 1.0))
+            groups[r.group].append(i)
+    result = [0.0] * len(rollouts)
+    for name, members in groups.items():
+        cut = [rollouts[i].root.end in OVERLONG for i in members]
+        r = [rollouts[i].reward - config.penalty * (c and config.overlong == "punish")
+             for i, c in zip(members, cut)]
+        if not all(map(math.isfinite, r)):
+            raise ValueError(f"group {name}: rewards {r} are not finite")
+        flat = max(r) - min(r) < 1e-9  # rounding in the mean is no signal
+        if config.objective == "filter":
+            A = [float(x >= config.keep) for x in r]
+        elif flat:
+            A = [0.0] * len(r)
+        elif config.objective == "dpo":
+            best, worst = r.index(max(r)), r.index(min(r))
+            A = [float((i == best) - (i == worst)) for i in range(len(r))]
+        else:
+            A = relative(r, config)
+        for i, a, c in zip(members, A, cut):
+            result[i] = 0.0 if c and config.overlong == "mask" else a
     return result
 
 
-def node_weights(root: Node, children: str = "mean") -> dict[Node, float]:
+def relative(values: list[float], config: GRPOConfig) -> list[float]:
+    """Values minus their mean, over their deviation if config.std is on."""
+    mean = sum(values) / len(values)
+    deviation = (sum((x - mean) ** 2 for x in values) / len(values)) ** 0.5
+    scale = deviation + config.std_floor if config.std == "on" else 1.0
+    return [(x - mean) / scale for x in values]
+
+
+def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, list[float]]:
+    """The advantage of each sampled turn of each node: its root's, and what goes beyond it.
+
+    own      A = (1 - own) * A_root + own * A_own for nodes that have a score of their own
+             (Node.score), A_own being relative to all such nodes of the group
+    process  plus process * (v_t - mean v), v_t = 1 for a turn with a valid block and no error, the
+             mean over the group's turns; limited to |A| / 2, so that it never outweighs the
+             answer; where the answer says nothing (A = 0) it stands alone
+    """
+    result = {}
+    scored, turns = defaultdict(list), defaultdict(list)
+    for r, a in zip(rollouts, advantages(rollouts, config)):
+        for node in (() if r.failed else r.root.walk()):
+            spoken = sum(turn.logprobs is not None for turn in node.turns)
+            result[node] = [a] * spoken
+            if node.score is not None:
+                scored[r.group].append(node)
+            turns[r.group] += [(node, t) for t in range(spoken)]
+    if config.own:
+        for nodes in scored.values():
+            for node, a in zip(nodes, relative([node.score for node in nodes], config)):
+                result[node] = [(1 - config.own) * A + config.own * a for A in result[node]]
+    if config.process:
+        for members in filter(None, turns.values()):
+            valid = [float(t not in node.errors) for node, t in members]
+            mean = sum(valid) / len(valid)
+            for (node, t), v in zip(members, valid):
+                A, extra = result[node][t], config.process * (v - mean)
+                most = abs(A) / 2 if A else config.process
+                result[node][t] += max(-most, min(most, extra))
+    return result
+
+
+def node_weights(root: Node, config: GRPOConfig = GRPOConfig(),
+                 draw: random.Random | None = None) -> dict[Node, float]:
     """The weight of each node's J_node in J(root): the product of 1/k from the root down, k
-    counting the children that sampled at least one token. Nodes that sampled none are absent."""
+    counting the children that sampled at least one token. Nodes that sampled none are absent.
+    `draw` picks the one child of `children="one"`."""
     weights = {}
 
     def visit(node: Node, weight: float) -> None:
         if node.sampled:
             weights[node] = weight
         kids = [child for child in node.children if child.sampled]
+        if config.children == "one" and kids:
+            kids = [draw.choice(kids)]
         for child in kids:
-            visit(child, weight / len(kids) if children == "mean" else weight)
+            share = 1 / len(kids) if config.children == "mean" else 1.0
+            visit(child, weight * share * config.discount)
 
     visit(root, 1.0)
     return weights
 
 
-def make_rows(rollouts: list[Rollout], config: GRPOConfig) -> list[Row]:
-    """The batch as rows, one a node. Rows whose advantage is 0 add nothing to the loss and are
-    dropped here; they count in the means all the same."""
-    advantage = advantages(rollouts, config.std, config.std_floor)
-    trees = [(r, a) for r, a in zip(rollouts, advantage) if not r.failed]
-    all_nodes = [
-        (node, weight, a) for r, a in trees
-        for node, weight in node_weights(r.root, config.children).items()
-        if config.credit == "inherit" or node is r.root]
-    tokens = sum(node.sampled for node, _, _ in all_nodes)
+def make_rows(rollouts: list[Rollout], config: GRPOConfig,
+              draw: random.Random | None = None) -> list[Row]:
+    """The batch as rows, one a node. Rows without any advantage add nothing to the loss and are
+    dropped here (a KL term needs them, then they stay); they count in the means all the same."""
+    worth = credit(rollouts, config)
+    trees = [(i, r) for i, r in enumerate(rollouts) if not r.failed]
+    nodes = [(node, weight, r.group) for _, r in trees
+             for node, weight in node_weights(r.root, config, draw).items()
+             if config.credit == "inherit" or (node is r.root) == (config.credit == "root")]
+    tokens = sum(node.sampled for node, _, _ in nodes)
+    pairs = {group: i for i, group in enumerate(dict.fromkeys(r.group for _, r in trees))}
     rows = []
-    for node, weight, a in all_nodes:
-        if a == 0:
+    for node, weight, group in nodes:
+        if not any(worth[node]) and not config.kl:
             continue
         scale = {"sequence": weight / node.sampled / len(trees),
                  "constant": weight / config.length_constant / len(trees),
                  "batch": 1 / tokens}[config.length]
-        rows.append(Row(node.ids, node.mask, node.logprobs, a, scale))
+        if config.objective == "dpo":
+            scale = weight
+        sampled = [turn for turn in node.turns if turn.logprobs is not None]
+        flat = [a for a, turn in zip(worth[node], sampled) for _ in turn.ids]
+        rows.append(Row(node.ids, node.mask, node.logprobs, flat, scale, node.depth, pairs[group]))
     return rows
 
 
@@ -146,25 +274,69 @@ def collate(rows: list[Row], device) -> dict[str, Tensor]:
                             device=device),
         "mask": torch.tensor([row.mask + [0] * (width - len(row.ids)) for row in rows],
                              device=device),
-        "sampler_logprobs": flat(lambda r: [p for p, m in zip(r.logprobs, r.mask) if m]),
-        "advantages": flat(lambda r: [r.advantage] * sum(r.mask)),
+        "sampler": flat(lambda r: [p for p, m in zip(r.logprobs, r.mask) if m]),
+        "advantages": flat(lambda r: r.advantages),
         "weights": flat(lambda r: [r.weight] * sum(r.mask)),
+        "depths": flat(lambda r: [r.depth] * sum(r.mask)),
+        "pairs": flat(lambda r: [r.pair] * sum(r.mask)),
     }
 
 
-def policy_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, sampler_logprobs_N: Tensor,
-                advantages_N: Tensor, weights_N: Tensor, config: GRPOConfig):
-    """-J over the sampled tokens of a micro-batch, and what to watch, as sums over its tokens.
+def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig) -> None:
+    """Multiply the signs in "advantages" by beta * sigmoid(-beta * m) / pairs, in place: the loss
+    is then the mean over pairs. m sums sign * weight * (log pi - log pi_ref) over both trees."""
+    margin = defaultdict(float)
+    for t in batches:
+        each = t["advantages"] * t["weights"] * (t["old"] - t["reference"])
+        for pair in t["pairs"].unique().tolist():
+            margin[pair] += each[t["pairs"] == pair].sum().item()
+    factor = torch.zeros(max(margin) + 1, device=batches[0]["old"].device)
+    for pair, m in margin.items():
+        factor[pair] = config.dpo_beta / (1 + math.exp(config.dpo_beta * m)) / len(margin)
+    for t in batches:
+        t["advantages"] = t["advantages"] * factor[t["pairs"]]
 
-    All arguments are (N,). The loss of a batch is the sum of the losses of its micro-batches.
-    """
-    ratio_N = (logprobs_N - old_logprobs_N.detach()).exp()
+
+STATS = ("tokens", "ratio", "clipped", "kl", "reference_kl", "entropy", "advantage", "gap")
+
+
+def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, t: dict[str, Tensor], config: GRPOConfig):
+    """-J over the sampled tokens of a micro-batch, and what to watch.
+
+    `t` is what collate returned, with "old" (the trainer's log-probabilities before the update;
+    absent: these very ones) and, for a KL term, "reference", each (N,). The loss of a batch is the
+    sum of the losses of its micro-batches. Returns (loss, stats (len(STATS), depths) with sums
+    over the tokens of each depth, the largest gap to the sampler)."""
+    old_N = t.get("old", logprobs_N).detach()
+    log_ratio_N = logprobs_N - old_N
+    ratio_N = log_ratio_N.exp()
     clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-    gap_N = old_logprobs_N.detach() - sampler_logprobs_N
+    A_N = t["advantages"]
+    surrogate_N = torch.minimum(ratio_N * A_N, clipped_N * A_N)  # J_node's term of one token
+    gap_N = old_N - t["sampler"]
     trust_N = gap_N.exp().clamp(max=config.gap_max)
-    loss = -(weights_N * trust_N * surrogate_N).sum()
-    stats = {"tokens": len(logprobs_N), "gap": gap_N.abs().sum().item(),
-             "gap_max": gap_N.abs().max().item(),
-             "clipped": (ratio_N * advantages_N > clipped_N * advantages_N).sum().item()}
-    return loss, stats
+    objective_N = trust_N * surrogate_N
+    reference_kl_N = torch.zeros_like(old_N)
+    if config.kl:
+        off_N = t["reference"] - logprobs_N  # k3 = e^x - x - 1 >= 0 (Schulman, 2020)
+        reference_kl_N = off_N.exp() - off_N - 1
+        objective_N = objective_N - config.kl * reference_kl_N
+    loss = -(t["weights"] * objective_N).sum()
+    with torch.no_grad():
+        watched = torch.stack([  # in the order of STATS
+            torch.ones_like(old_N), ratio_N, (ratio_N * A_N > clipped_N * A_N).to(old_N),
+            ratio_N - 1 - log_ratio_N, reference_kl_N, entropies_N, A_N.abs(), gap_N.abs()])
+        stats = torch.zeros(len(STATS), int(t["depths"].max()) + 1, device=old_N.device)
+        stats.index_add_(1, t["depths"], watched.float())
+    return loss, stats, gap_N.abs().max().item()
+
+
+def own_correlation(rollouts: list[Rollout], advantage: list[float]) -> float | None:
+    """Pearson's correlation between the score of each node that has one and the advantage that it
+    inherits: how well the root's reward says which child did well. None if one is constant."""
+    pairs = [(node.score, a) for r, a in zip(rollouts, advantage) if not r.failed
+             for node in r.root.walk() if node.score is not None]
+    x, y = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).T
+    x, y = x - x.mean(), y - y.mean()
+    norm = (x.norm() * y.norm()).item()
+    return (x @ y).item() / norm if norm > 1e-9 else None

@@ -227,7 +227,7 @@ def pack(rollouts: list[Rollout], labels: list[str], tokenizer=None,
         for node in nodes:
             node_gaps = iter(gaps.get(node, ()))
             rows.append({"p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
-                         "c": [at[child] for child in node.children], "err": node.errors,
+                         "c": [at[child] for child in node.children], "err": len(node.errors),
                          "sec": round(node.repl_seconds, 3), "a": text(as_json(node.answer)),
                          "t": [turn(t, node_gaps) for t in node.turns], "g": int(node in gaps)})
         packed.append({"name": label, "query": task.get("query", ""), "reward": r.reward,

@@ -166,7 +166,7 @@ class _Tree:
                 completion = await self.sample(node, turn)
                 if completion is None:
                     return
-                seen = await self.act(node, repl, completion.text, context)
+                seen = await self.act(node, repl, turn, context)
                 if node.end:
                     return
                 if turn + 1 == self.config.max_turns:
@@ -191,11 +191,12 @@ class _Tree:
         node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
         return completion
 
-    async def act(self, node: Node, repl: REPL, text: str, context: Any) -> str:
-        """Run the blocks of a message; returns what the model sees, or sets the node's end."""
-        blocks = parse(text)
+    async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
+        """Run the blocks of the last message; returns what the model sees, or sets the node's
+        end."""
+        blocks = parse(node.turns[-1].text)
         if not blocks:
-            node.errors += 1
+            node.errors.append(turn)
             return NO_BLOCK
         seen = []
         for code in blocks:
@@ -203,7 +204,8 @@ class _Tree:
             result = await repl.execute(code, partial(self.query, node, context))
             node.repl_seconds += time.monotonic() - start  # query() takes off what was waiting
             seen += [part for part in (result.stdout, result.error) if part]
-            node.errors += bool(result.error)
+            if result.error:
+                node.errors.append(turn)
             if result.done:
                 node.answer, node.end = result.final, "final"
                 break
@@ -261,8 +263,9 @@ class _Tree:
         async with asyncio.TaskGroup() as group:  # a lost child ends its siblings: the tree is lost
             for i, child, prompt, part in running:
                 group.create_task(self.run(child, prompt, part))
-        for i, child, _, _ in running:
+        for i, child, _, part in running:
             values[i] = child.answer
+            child.score = tasks.part_score(self.task, part, child.answer)
             if child.end not in ("final", "text"):
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
         parent.repl_seconds -= time.monotonic() - start

@@ -92,6 +92,20 @@ def evidence_f1(task: Task, answer: Any) -> float:
     return 2 * both / (returned + gold) if both else 0.0
 
 
+def part_score(task: Task, part: Any, answer: Any) -> float | None:
+    """The score of a child's answer about a part of the context, where the task can tell one:
+    for a paper of evidence its F1 there, and if nothing is to be found 1 for an empty answer."""
+    if task.kind != "evidence" or not isinstance(task.context, dict):
+        return None
+    paper = next((name for name, text in task.context.items() if text == part), None)
+    if paper is None:
+        return None
+    gold = task.answer.get(paper)
+    if not gold:
+        return float(answer is not None and not any(strings_in(answer)))
+    return evidence_f1(Task("", "evidence", "", {paper: part}, {paper: gold}), answer)
+
+
 def niah_share(task: Task, answer: Any) -> float:
     """RULER's string_match_all: the share of the references that the answer contains, any case.
     Only its first NIAH_CHARS characters count, so an echo of the context scores 0 unless a

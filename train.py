@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
 # default is to spin long: 1.3 times faster on two idle cores, ten times slower on two busy ones.
@@ -37,24 +37,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch  # noqa: E402
 from tqdm import tqdm, trange
 
+import ablation
 import eval as evaluation
 import grpo
 import plan
 import report
 import rlm
 import tasks
-from grpo import GRPOConfig, Row
+from grpo import STATS, GRPOConfig, Row, flag
 from model import Qwen3, Qwen3Config
-from repl import Limits, REPLError
+from repl import Limits
 from rlm import RLMConfig
-from sampler import Sampler, SamplerError
+from sampler import Sampler
 from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, read_rollouts, render, write_text
-
-
-def flag(default, text: str, least: float = 0):
-    """A dataclass field that becomes --name with this help text; a number is at least `least`."""
-    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass
@@ -66,6 +62,7 @@ class RunConfig:
     task: str = flag("evidence", "kind of generated questions: evidence, or deep, where two levels "
                                  "of children are needed")
     max_depth: int = flag(0, "nodes to this depth have a REPL; 0: what rlm.json says")
+    ablation: str = flag("", "run this set of configurations (ablation.py) under --out, and stop")
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
@@ -96,20 +93,25 @@ class UpdateConfig:
     lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and ten "
                           "times that with --lora-rank")
     lora_rank: int = flag(0, "train adapters of this rank in GRPO; 0: all weights")
+    tiny_lora: int = flag(0, "with --lora-rank: train only so many numbers, shared by all layers "
+                             "(TinyLoRA: 13 and rank 2)")
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
     max_norm: float = flag(1.0, "gradients are clipped to this norm")
     micro_tokens: int = flag(2048, "tokens in a forward pass of the update, padding included", 1)
-    credit: str = flag("inherit", "inherit: children have their root's advantage; root: they are "
-                                  "not trained")
-    children: str = flag("mean", "weights below a node with k children: mean: 1/k; sum: 1")
-    length: str = flag("constant", "a node's tokens are weighted by sequence: 1/|y|; constant: "
-                                   "1/64; batch: all tokens alike")
+    tokens: int = flag(0, "GRPO ends after so many sampled tokens; 0: after --steps alone")
+    resample: int = flag(0, "groups whose trees all score the same are replaced by those of other "
+                            "questions, so many times at most (DAPO)")
+    cross: float = flag(0.0, "share of a group's trees that an older policy samples, refreshed "
+                             "every 10 steps (AgentRL, 2510.04206)")
+    norms_by_depth: bool = flag(False, "log the gradient's norm of each depth alone, for a second "
+                                       "backward pass")
 
 
 # The tiny model and how its trees may grow; a checkpoint brings both in config.json and rlm.json.
 LR = 5e-4  # of GRPO on all weights
+OLDER = 10  # steps between refreshes of the older policy of --cross
 TINY_VOCABULARY = 640
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32, max_position_embeddings=384, rope_theta=10_000.0)
@@ -123,8 +125,8 @@ TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=6
 
 
 def main() -> None:
-    run, warm, update = parse(RunConfig, WarmupConfig, UpdateConfig)
     try:
+        run, warm, update, loss = parse(RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
         if run.plan:
             config = (Qwen3Config.read(os.path.join(run.model, "config.json")) if run.model
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
@@ -132,8 +134,11 @@ def main() -> None:
                       if run.model else TINY_RLM.window)
             print(make_plan(config, window, frozen_dtype(run.model), update).table())
             return
-        Trainer(run, warm, update).train()
-    except (OSError, ValueError, FloatingPointError, SamplerError, REPLError) as error:
+        if run.ablation:
+            ablation.run(run.ablation, run.out)
+            return
+        Trainer(run, warm, update, loss).train()
+    except (OSError, ValueError, FloatingPointError, RuntimeError) as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; continue with --resume")
@@ -142,8 +147,9 @@ def main() -> None:
 class Trainer:
     """One run: its model, its questions, its state. `train` does everything in order."""
 
-    def __init__(self, run: RunConfig, warm: WarmupConfig, update: UpdateConfig):
-        self.run, self.warm, self.update_config = run, warm, update
+    def __init__(self, run: RunConfig, warm: WarmupConfig, update: UpdateConfig,
+                 loss: GRPOConfig):
+        self.run, self.warm, self.update_config, self.loss_config = run, warm, update, loss
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
         if run.task not in tasks.TRAINED:
@@ -151,15 +157,18 @@ class Trainer:
         if warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
             raise ValueError(f"--warmup-degenerate is {warm.warmup_degenerate!r}; it can be "
                              f"{', '.join(tasks.DEGENERATE)}")
-        self.loss_config = GRPOConfig(credit=update.credit, children=update.children,
-                                      length=update.length)
+        if update.tiny_lora and not update.lora_rank:
+            raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
+        if update.cross > 1:
+            raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
         self.questions = None  # those of --data for training; None: generated ones
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
         else:
             self.heldout = evaluation.heldout_tasks(run.heldout, kind=run.task)
         self.shown = None  # the last step's trees, packed for the report
-        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {}}
+        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
+                      "sampled": 0, "skipped": 0}
         start = self.starting_point()
         in_grpo = self.state["phase"] == "grpo"
         # The adapters of a checkpoint belong to the weights that the warm-up left.
@@ -179,7 +188,7 @@ class Trainer:
                                            device())
         self.model.recompute = update.recompute
         if in_grpo and update.lora_rank:
-            self.model.add_lora(update.lora_rank, update.lora_alpha)
+            self.add_lora()
             self.model.load_adapter(os.path.join(start, "adapter"))
         self.make_optimizer()
         if self.state["step"]:
@@ -190,16 +199,39 @@ class Trainer:
         if not self.resumed:
             self.clear()
 
+    def add_lora(self) -> None:
+        c = self.update_config
+        self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
+
     def make_optimizer(self) -> None:
         trained = [w for w in self.model.parameters() if w.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)  # others hold temporaries of all weights
 
     def make_sampler(self) -> None:
-        """Rollouts are sampled from this copy, which is refreshed before every step."""
-        self.sampler = Sampler(self.model, memory=self.plan.need()["KV cache"],
-                               batch=plan.MOST_WINDOWS, window=self.config.window)
-        self.policy = rlm.local_policy(self.sampler, self.tokenizer)
+        """Rollouts are sampled from copies of the model, refreshed before a step."""
+        def sampler():
+            return Sampler(self.model, memory=self.plan.need()["KV cache"],
+                           batch=plan.MOST_WINDOWS, window=self.config.window)
+
+        c = self.update_config
+        self.sampler, self.older = sampler(), sampler() if c.cross else None
+        now = rlm.local_policy(self.sampler, self.tokenizer)
+        then = rlm.local_policy(self.older, self.tokenizer)
+
+        async def either(node, max_tokens, key):
+            tree = key[-3] % c.group  # of its group
+            return await (then if tree < c.cross * c.group else now)(node, max_tokens, key)
+        self.policy, self.sampling_policy = now, either if c.cross else now
+
+    def make_reference(self) -> None:
+        """The policy that GRPO started from; adapters that are switched off are one for nothing."""
+        if self.loss_config.needs_reference and not self.model.rank:
+            self.reference = Qwen3.from_pretrained(os.path.join(self.run.out, "warmup"),
+                                                   torch.float32, device()).requires_grad_(False)
+
+    def seconds_in_model(self) -> float:
+        return sum(s.stats["seconds"] for s in (self.sampler, self.older) if s)
 
     def starting_point(self) -> str:
         """The directory that the run starts from: its last checkpoint, --model, or a tiny one."""
@@ -231,7 +263,8 @@ class Trainer:
         write_text(os.path.join(self.run.out, "run.json"), json.dumps(self.flags(), indent=2))
 
     def flags(self) -> dict:
-        return asdict(self.run) | asdict(self.warm) | asdict(self.update_config)
+        return (asdict(self.run) | asdict(self.warm) | asdict(self.update_config)
+                | asdict(self.loss_config))
 
     def train(self) -> None:
         window = self.config.window
@@ -244,6 +277,7 @@ class Trainer:
                 self.warmup()
                 self.end_warmup()
             self.make_sampler()
+            self.make_reference()
             if "heldout_warmup" not in self.state["results"]:
                 self.score("heldout_warmup", self.heldout)
             self.reinforce()
@@ -283,7 +317,7 @@ class Trainer:
                      total=c.warmup_steps, desc="warm-up", disable=None)
         for step in bar:
             rng = random.Random(f"{self.run.seed} warmup rows {step}")
-            batch = [Row(ids, mask, [0.0] * len(ids), 0.0, 1.0)
+            batch = [Row(ids, mask, [0.0] * len(ids), [0.0] * sum(mask), 1.0)
                      for ids, mask in rng.choices(rows, k=c.warmup_rows)]
             tokens = sum(sum(row.mask) for row in batch)
             loss = 0.0
@@ -313,40 +347,34 @@ class Trainer:
             self.model.to(self.frozen)
         self.save_model(os.path.join(self.run.out, "warmup"))
         if c.lora_rank:
-            self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed)
+            self.add_lora()
         self.make_optimizer()
-        self.state.update(phase="grpo", step=0, lora={"lora_rank": c.lora_rank,
-                                                      "lora_alpha": c.lora_alpha})
+        self.state.update(phase="grpo", step=0, lora={
+            name: getattr(c, name) for name in ("lora_rank", "lora_alpha", "tiny_lora")})
         self.save_checkpoint()
 
     # --- phase 2 ------------------------------------------------------------------------------
 
     def reinforce(self) -> None:
         c = self.update_config
-        for step in range(self.state["step"], c.steps):
-            begin = time.monotonic()
-            self.sampler.load(self.model)
-            before = dict(self.sampler.stats)
-            questions = [self.question("grpo", step * c.questions + i) for i in range(c.questions)]
-            groups = [str(i) for i in range(c.questions) for _ in range(c.group)]
-            with (self.sampling_threads(),
-                  tqdm(total=len(groups), desc="trees", leave=False, disable=None) as bar):
-                rollouts = asyncio.run(rlm.collect(
-                    [q for q in questions for _ in range(c.group)], self.policy, self.tokenizer,
-                    self.config, (self.run.seed, step), groups, on_done=lambda _: bar.update()))
+        while self.progress() < 1:
+            step = self.state["step"]
+            begin, before = time.monotonic(), self.seconds_in_model()
+            rollouts, tokens = self.sample(step)
             sampled = time.monotonic()
-            if step + 1 == c.steps:  # for the report, with the weights that sampled them
-                names = [f"question {g} #{i % c.group}" for i, g in enumerate(groups)]
+            if self.progress(1, tokens) >= 1:  # for the report, with the weights that sampled them
+                names = [f"question {r.group} #{i % c.group}" for i, r in enumerate(rollouts)]
                 self.shown = report.pack(rollouts, names, self.tokenizer, grpo.advantages(rollouts),
                                          evaluation.gaps(self.model, rollouts))
             merged = ({"merge_gap": self.model.merge_gap(self.sampler.model)}
                       if self.model.rank else {})
             metrics = self.update(rollouts, step) | merged
-            in_model = self.sampler.stats["seconds"] - before["seconds"]
+            in_model = self.seconds_in_model() - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
                 "repl_s": sampled - begin - in_model, "update_s": time.monotonic() - sampled}
             self.state["step"] = step + 1
+            self.state["sampled"] += tokens
             self.log(metrics)
             print(line(metrics, c.steps))
             if (step + 1) % self.run.show_every == 0:
@@ -355,29 +383,106 @@ class Trainer:
             if (step + 1) % self.run.save_every == 0:
                 self.save_checkpoint()
 
-    def update(self, rollouts: list[Rollout], step: int) -> dict:
-        """One optimizer step on a batch of trees."""
-        rows = grpo.make_rows(rollouts, self.loss_config)
-        total, stats, entropy = 0.0, Counter(), 0.0
-        for part in grpo.micro_batches(rows, self.update_config.micro_tokens):
-            t = grpo.collate(part, self.model.device)
-            logprobs, entropies = self.model.logprobs(t["ids"], t["mask"])
-            loss, s = grpo.policy_loss(logprobs, logprobs.detach(), t["sampler_logprobs"],
-                                       t["advantages"], t["weights"], self.loss_config)
-            loss.backward()
-            total += loss.item()
-            gap_max = max(stats["gap_max"], s.pop("gap_max"))
-            stats.update(s)
-            stats["gap_max"] = gap_max
-            entropy += entropies.sum().item()
-        tokens = max(1, stats["tokens"])
+    def progress(self, steps: int = 0, tokens: int = 0) -> float:
+        """0 at the first step of GRPO, 1 when --steps or --tokens are reached; after so many more
+        of them."""
+        c, done = self.update_config, self.state
+        return max((done["step"] + steps) / c.steps if c.steps else 1.0,
+                   (done["sampled"] + tokens) / c.tokens if c.tokens else 0.0)
+
+    def sample(self, step: int) -> tuple[list[Rollout], int]:
+        """The trees of a step, sampled with the weights as they are now (and, with --cross, as they
+        were a few steps ago), and how many tokens were sampled for them."""
         c = self.update_config
-        lr = c.lr or LR * (10 if c.lora_rank else 1)
-        lr *= min(1.0, (step + 1) / 5) * (1 - 0.9 * step / c.steps)
-        norm = self.optimizer_step(lr, total) if rows else 0.0  # no signal at all: no step
-        return {"loss": total, "grad_norm": norm, "rows": len(rows),
-                "entropy": entropy / tokens, "gap": stats["gap"] / tokens,
-                "gap_max": stats["gap_max"]}
+        self.sampler.load(self.model)
+        if self.older and (step % OLDER == 0 or step == 0):
+            self.older.load(self.model)
+        kept, tokens = [], 0
+        for again in range(c.resample + 1):
+            wanted = c.questions - len(kept) // c.group
+            phase = f"grpo again {again}" if again else "grpo"
+            questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
+            groups = [f"{again}.{i}" for i in range(wanted) for _ in range(c.group)]
+            with (self.sampling_threads(),
+                  tqdm(total=len(groups), desc="trees", leave=False, disable=None) as bar):
+                rollouts = asyncio.run(rlm.collect(
+                    [q for q in questions for _ in range(c.group)], self.sampling_policy,
+                    self.tokenizer, self.config, (self.run.seed, step, *[again][:again]), groups,
+                    on_done=lambda _: bar.update()))
+            tokens += sum(node.sampled for r in rollouts for node in r.root.walk())
+            signal = {r.group for r, a in zip(rollouts, grpo.advantages(rollouts)) if a}
+            last = again == c.resample
+            kept += [r for r in rollouts if last or r.group in signal]
+            if len(kept) == c.questions * c.group:
+                break
+        return kept, tokens
+
+    def update(self, rollouts: list[Rollout], step: int) -> dict:
+        """The optimizer steps on a batch of trees; usually one."""
+        c, config = self.loss_config, self.update_config
+        rows = grpo.make_rows(rollouts, c, random.Random(f"{self.run.seed} draw {step}"))
+        norms = self.depth_norms(rows) if config.norms_by_depth else {}
+        batches = self.batches(rows)
+        lr = config.lr or LR * (10 if config.lora_rank else 1)
+        lr *= min(1.0, (step + 1) / 5) * (1 - 0.9 * min(1.0, self.progress()))
+        norm = loss = gap_max = 0.0
+        watched = torch.zeros(len(STATS), 1 + max((row.depth for row in rows), default=0))
+        for _ in range(c.updates if rows else 0):  # no signal at all: no step
+            loss, gap_max = 0.0, 0.0
+            watched.zero_()
+            for t in batches:
+                part, stats, gap = self.backward(t)
+                loss += part
+                watched[:, :stats.shape[1]] += stats.cpu()
+                gap_max = max(gap_max, gap)
+            norm = self.optimizer_step(lr, loss)
+        self.state["skipped"] += not rows
+        total = dict(zip(STATS, watched.sum(1).tolist()))
+        tokens = max(1.0, total.pop("tokens"))
+        depths = [{"share": column[0] / tokens,
+                   **{name: x / max(1.0, column[0]) for name, x in zip(STATS[1:], column[1:])}}
+                  | ({"grad_norm": norms[d]} if d in norms else {})
+                  for d, column in enumerate(watched.T.tolist())]
+        return {name: x / tokens for name, x in total.items()} | {
+            "loss": loss, "grad_norm": norm, "rows": len(rows), "gap_max": gap_max,
+            "skipped": self.state["skipped"], "by_depth": depths,
+            "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts))}
+
+    def batches(self, rows: list[Row]) -> list[dict]:
+        """Rows as micro-batches on the device, with what the objective needs besides."""
+        c = self.loss_config
+        batches = [grpo.collate(part, self.model.device)
+                   for part in grpo.micro_batches(rows, self.update_config.micro_tokens)]
+        with torch.no_grad():
+            for t in batches:
+                if c.needs_old:
+                    t["old"], _ = self.model.logprobs(t["ids"], t["mask"])
+                if c.needs_reference and self.model.rank:
+                    with self.model.adapters_off():
+                        t["reference"], _ = self.model.logprobs(t["ids"], t["mask"])
+                elif c.needs_reference:
+                    t["reference"], _ = self.reference.logprobs(t["ids"], t["mask"])
+        if c.objective == "dpo" and batches:
+            grpo.dpo_advantages(batches, c)
+        return batches
+
+    def backward(self, t: dict) -> tuple:
+        """Add the gradient of a micro-batch; returns its loss, stats and largest gap."""
+        logprobs, entropies = self.model.logprobs(t["ids"], t["mask"])
+        loss, stats, gap = grpo.policy_loss(logprobs, entropies, t, self.loss_config)
+        loss.backward()
+        return loss.item(), stats, gap
+
+    def depth_norms(self, rows: list[Row]) -> dict[int, float]:
+        """The norm of the gradient that the nodes of each depth give alone."""
+        norms = {}
+        for depth in sorted({row.depth for row in rows}):
+            for t in self.batches([row for row in rows if row.depth == depth]):
+                self.backward(t)
+            gradients = [w.grad for w in self.model.parameters() if w.grad is not None]
+            norms[depth] = torch.nn.utils.get_total_norm(gradients).item()
+            self.optimizer.zero_grad(set_to_none=True)
+        return norms
 
     # --- shared by both -----------------------------------------------------------------------
 
@@ -421,12 +526,12 @@ class Trainer:
     def finish(self, window: int, context: int) -> None:
         self.save_model(os.path.join(self.run.out, "final"), self.save_adapter)
         rows = self.state["results"]
-        result = {"seed": self.run.seed, "credit": self.update_config.credit,
+        result = {"seed": self.run.seed, "credit": self.loss_config.credit,
                   **{name: rows[name]["score"] if name in rows else None
                      for name in ("heldout_warmup", "heldout_final", "heldout_4x")},
                   "heldout_n": rows["heldout_final"]["n"], "window_tokens": window,
-                  "context_tokens": context, "seconds": round(self.elapsed(), 1),
-                  "flags": self.flags()}
+                  "context_tokens": context, "sampled_tokens": self.state["sampled"],
+                  "seconds": round(self.elapsed(), 1), "flags": self.flags()}
         write_text(os.path.join(self.run.out, "result.json"), json.dumps(result, indent=2))
         write_text(os.path.join(self.run.out, "report.html"), report.page(
             "Training run", self.flags(), [row | {"task": name} for name, row in rows.items()],
@@ -569,11 +674,20 @@ def describe(rollouts: list[Rollout]) -> dict:
         "nodes": len(nodes) / n,
         "turns": sum(t.role == "assistant" for node in nodes for t in node.turns) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
-        "errors": sum(node.errors for node in nodes) / n,
+        "tokens_worse": mean_tokens(scored, lambda a: a < 0),
+        "tokens_better": mean_tokens(scored, lambda a: a > 0),
+        "errors": sum(len(node.errors) for node in nodes) / n,
         "block_s": sum(node.repl_seconds for node in nodes) / n,
         "ends": dict(Counter(r.root.end for r in scored).most_common()),
         "degenerate": {name: kinds[name] / n for name in tasks.DEGENERATE if kinds[name]},
     }
+
+
+def mean_tokens(scored: list[Rollout], which) -> float | None:
+    """Sampled tokens of a tree, mean over those whose advantage is `which`; None if none is."""
+    sizes = [sum(node.sampled for node in r.root.walk())
+             for r, a in zip(scored, grpo.advantages(scored)) if which(a)]
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 def ends(rollouts: list[Rollout]) -> str:
@@ -588,6 +702,7 @@ def line(m: dict, steps: int) -> str:
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat {m['flat']:.0%} | "
             f"a tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns {m['tokens']:.0f} tokens | "
             f"{how}{' | failed ' + str(m['failed']) if m['failed'] else ''} | "
+            f"{'no signal, no step | ' if not m['rows'] else ''}"
             f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}"
             f"{' merge ' + format(m['merge_gap'], '.0e') if 'merge_gap' in m else ''} "
             f"grad {m['grad_norm']:.2f} | "
@@ -600,7 +715,7 @@ def parse(*configs):
                                      allow_abbrev=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
-        for f in fields(config):
+        for f in flags(config):
             text = f"{f.metadata['help']} (default {f.default!r})"
             name = "--" + f.name.replace("_", "-")
             if f.type in (bool, "bool"):
@@ -613,13 +728,18 @@ def parse(*configs):
         with open(saved, encoding="utf-8") as file:
             parser.set_defaults(**json.load(file))
         args = parser.parse_args()
-    for f in (f for config in configs for f in fields(config)):
+    for f in (f for config in configs for f in flags(config)):
         value = getattr(args, f.name)
         if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
             parser.error(f"--{f.name.replace('_', '-')} is {value}, the least is "
                          f"{f.metadata['least']}")
-    return [config(**{f.name: getattr(args, f.name) for f in fields(config)})
+    return [config(**{f.name: getattr(args, f.name) for f in flags(config)})
             for config in configs]
+
+
+def flags(config) -> list:
+    """The fields of a dataclass that are flags."""
+    return [f for f in fields(config) if f.metadata]
 
 
 if __name__ == "__main__":

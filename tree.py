@@ -43,7 +43,10 @@ class Node:
     children: list["Node"] = field(default_factory=list)
     answer: Any = None  # the value given to FINAL, or the text of a plain LM call
     end: str = ""  # final, text, turns, window, budget, timeout, crash, protocol
-    errors: int = 0  # blocks that raised, and turns without a block
+    errors: list[int] = field(default_factory=list)  # its messages (0, 1, …) without a block or
+    #                                                  with one that raised
+    score: float | None = None  # of a child's own answer, where the task has one; never trained on
+    #                             unless asked for
     repl_seconds: float = 0.0  # wall clock inside blocks, waiting for children excluded
 
     @property

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from grpo import (GRPOConfig, Row, advantages, collate, make_rows, micro_batches,  # noqa: E402
-                  node_weights, policy_loss)
+import bias  # noqa: E402
+from grpo import (STATS, GRPOConfig, Row, advantages, collate, credit, dpo_advantages,  # noqa: E402
+                  make_rows, micro_batches, node_weights, own_correlation, policy_loss)
 from model import Qwen3, Qwen3Config  # noqa: E402
 from tree import Node, Rollout, Turn  # noqa: E402
 
@@ -43,37 +44,42 @@ def rollout(reward, root=None, group="g", failed=""):
     return Rollout({}, group, root or node((), 2), reward, failed)
 
 
+def plain(**switches):
+    """Without the division by the deviation: numbers that can be read off."""
+    return GRPOConfig(**{"std": "off"} | switches)
+
+
 # --- advantages -----------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
     rewards = [rollout(r) for r in (1.0, 0.0, 0.5, 0.5)]
-    assert advantages(rewards, std=False) == [0.5, -0.5, 0.0, 0.0]
+    assert advantages(rewards, plain()) == [0.5, -0.5, 0.0, 0.0]
     deviation = math.sqrt(0.125)  # of the population: (1/4 + 1/4 + 0 + 0) / 4
-    assert advantages(rewards, True, 0.01) == pytest.approx(
+    assert advantages(rewards) == pytest.approx(
         [0.5 / (deviation + 0.01), -0.5 / (deviation + 0.01), 0, 0])
-    assert advantages(rewards, True, 0.0)[0] == pytest.approx(math.sqrt(2))
+    assert advantages(rewards, GRPOConfig(std_floor=0.0))[0] == pytest.approx(math.sqrt(2))
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
-@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("std", ["on", "off"])
 def test_equal_rewards_give_exactly_0(reward, size, std):
-    assert advantages([rollout(reward)] * size, std, 0.0) == [0.0] * size
+    assert advantages([rollout(reward)] * size, GRPOConfig(std=std, std_floor=0.0)) == [0.0] * size
 
 
 def test_groups_are_what_the_rollouts_say_in_whatever_order():
     mixed = [rollout(1.0, group="a"), rollout(5.0, group="b"), rollout(0.0, group="a"),
              rollout(9.0, group="b"), rollout(3.0, group="c")]
-    assert advantages(mixed, std=False) == [0.5, -2.0, -0.5, 2.0, 0.0]
+    assert advantages(mixed, plain()) == [0.5, -2.0, -0.5, 2.0, 0.0]
 
 
 def test_failed_rollouts_are_neither_scored_nor_in_the_mean():
     some = [rollout(1.0), rollout(0.0, failed="lost"), rollout(0.5), rollout(9.0, failed="lost")]
-    assert advantages(some, std=False) == [0.25, 0.0, -0.25, 0.0]
-    assert advantages([rollout(1.0, failed="x"), rollout(0.5)], std=True) == [0.0, 0.0]
-    rows = make_rows(some, GRPOConfig(length="sequence", std=False))
-    assert [row.advantage for row in rows] == [0.25, -0.25]
+    assert advantages(some, plain()) == [0.25, 0.0, -0.25, 0.0]
+    assert advantages([rollout(1.0, failed="x"), rollout(0.5)]) == [0.0, 0.0]
+    rows = make_rows(some, plain(length="sequence"))
+    assert [row.advantages for row in rows] == [[0.25] * 2, [-0.25] * 2]
     assert rows[0].weight == 1 / 2 / 2  # two sampled tokens, two trees that count
 
 
@@ -92,7 +98,7 @@ def coefficients(y, mean, factor=1.0):
 
 @pytest.mark.parametrize("children", ["mean", "sum"])
 def test_node_weights_are_the_recursion_unrolled(children):
-    weights = node_weights(ragged(), children)
+    weights = node_weights(ragged(), GRPOConfig(children=children))
     assert {n.path: w for n, w in weights.items()} == pytest.approx(
         coefficients(ragged(), children == "mean"))
     assert (1,) not in {n.path for n in weights} and (2, 1) not in {n.path for n in weights}
@@ -111,19 +117,38 @@ def test_node_weights_by_hand():
 
 def test_every_node_has_its_roots_advantage():
     rows = make_rows([rollout(1.0, ragged()), rollout(0.25, ragged()), rollout(0.25, ragged())],
-                     GRPOConfig(std=False))
-    assert [row.advantage for row in rows] == [0.5] * 8 + [-0.25] * 16
+                     plain())
+    assert [set(row.advantages) for row in rows] == [{0.5}] * 8 + [{-0.25}] * 16
     spoke = [n for n in ragged().walk() if n.sampled]
     for row, n in zip(rows, spoke * 3):
         assert (row.ids, row.mask, row.logprobs) == (n.ids, n.mask, n.logprobs)
 
 
-def test_credit_root_trains_roots_only():
-    rows = make_rows([rollout(1.0, ragged()), rollout(0.0, ragged())],
-                     GRPOConfig(std=False, credit="root", length="batch"))
-    assert [(row.ids, row.advantage) for row in rows] == [
-        (ragged().ids, 0.5), (ragged().ids, -0.5)]
-    assert {row.weight for row in rows} == {1 / 8}  # of the tokens that are trained
+@pytest.mark.parametrize("who, trained", [("root", [()]), ("children", [
+    (0,), (2,), (2, 0), (2, 2), (2, 3), (3,), (3, 0)])])
+def test_credit_says_who_is_trained(who, trained):
+    trees = [rollout(1.0, ragged()), rollout(0.0, ragged())]
+    rows = make_rows(trees, plain(credit=who, length="batch"))
+    nodes = [n for r in trees for n in r.root.walk() if n.path in trained]
+    assert [(row.ids, set(row.advantages)) for row in rows] == [
+        (n.ids, {a}) for n, a in zip(nodes, [0.5] * len(trained) + [-0.5] * len(trained))]
+    assert {row.weight for row in rows} == {1 / sum(n.sampled for n in nodes)}  # trained tokens
+
+
+def test_one_child_is_drawn_and_a_level_is_discounted():
+    draw, seen = random.Random(0), {}
+    for _ in range(600):
+        weights = {n.path: w for n, w in node_weights(ragged(), GRPOConfig(children="one"),
+                                                      draw).items()}
+        assert set(weights.values()) == {1.0} and () in weights
+        assert len([p for p in weights if len(p) == 1]) == 1
+        for path in weights:
+            seen[path] = seen.get(path, 0) + 1 / 600
+    mean = {n.path: w for n, w in node_weights(ragged()).items()}
+    assert seen == pytest.approx(mean, abs=0.08)  # drawing one has 1/k as its expectation
+    halved = {n.path: w for n, w in node_weights(ragged(), GRPOConfig(children="sum",
+                                                                      discount=0.5)).items()}
+    assert halved == {path: 0.5 ** len(path) for path in mean}
 
 
 def small_batch():
@@ -141,10 +166,10 @@ def small_batch():
     ("constant", "sum", [1 / 10 / 3] * 4),
     ("batch", "mean", [1 / 20] * 4)])  # 4 + 2 + 6 + 5 + 3 tokens, alike
 def test_weights_of_a_batch_by_hand(length, children, weights):
-    rows = make_rows(small_batch(), GRPOConfig(length=length, children=children,
-                                               length_constant=10.0, std=False))
+    rows = make_rows(small_batch(), plain(length=length, children=children,
+                                           length_constant=10.0))
     assert [row.weight for row in rows] == pytest.approx(weights)
-    assert [row.advantage for row in rows] == [0.5, 0.5, 0.5, -0.5]
+    assert [set(row.advantages) for row in rows] == [{0.5}] * 3 + [{-0.5}]
 
 
 def test_no_signal_no_rows():
@@ -152,21 +177,153 @@ def test_no_signal_no_rows():
     assert make_rows([rollout(0.5, failed="x")], GRPOConfig()) == make_rows([], GRPOConfig()) == []
 
 
-@pytest.mark.parametrize("name", ["credit", "children", "length"])
+@pytest.mark.parametrize("name", ["objective", "credit", "children", "length", "std", "overlong"])
 def test_an_unknown_switch_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name} is 'none'"):
         GRPOConfig(**{name: "none"})
 
 
+@pytest.mark.parametrize("switches", [
+    dict(credit="root", children="sum"), dict(credit="root", own=0.5), dict(own=1.5),
+    dict(credit="root", discount=0.5), dict(length="batch", children="sum"), dict(clip_low=1.0),
+    dict(length="batch", discount=0.5), dict(objective="filter", std="off"),
+    dict(objective="filter", process=0.1), dict(objective="dpo", updates=2),
+    dict(objective="dpo", kl=0.1), dict(objective="dpo", length="sequence"),
+    dict(process=0.1, overlong="mask")])
+def test_switches_that_contradict_each_other_are_refused(switches):
+    with pytest.raises(ValueError):
+        GRPOConfig(**switches)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_the_name_of_its_group(reward):
+    with pytest.raises(ValueError, match="group g: .*not finite"):
+        advantages([rollout(1.0), rollout(reward)])
+    assert advantages([rollout(1.0), rollout(0.0), rollout(reward, failed="lost")], plain()) == [
+        0.5, -0.5, 0.0]
+
+
+# --- credit beyond inheritance, other objectives --------------------------------------------------
+
+
+def cut(reward, end):
+    root = node((), 2)
+    root.end = end
+    return rollout(reward, root)
+
+
+@pytest.mark.parametrize("how, expected", [
+    ("keep", [0.7, -0.3, -0.4]), ("mask", [0.7, -0.3, 0.0]),
+    ("punish", [0.7 + 0.5 / 3, -0.3 + 0.5 / 3, -0.4 - 1 / 3])])
+def test_overlong_trees_by_hand(how, expected):
+    trees = [cut(1.0, "final"), cut(0.0, "final"), cut(-0.1, "turns")]
+    assert advantages(trees, plain(overlong=how)) == pytest.approx(expected)
+
+
+def scored_trees():
+    """Three trees of one group, rewards 1, 0, 0.5; children with scores 1, 0 | 0.5 | none."""
+    trees = [node((), 4, node((0,), 2), node((1,), 2)), node((), 4, node((0,), 2)),
+             node((), 4, node((0,), 2))]
+    for child, score in zip((c for tree in trees for c in tree.children), (1.0, 0.0, 0.5, None)):
+        child.score = score
+    return [rollout(r, tree) for r, tree in zip((1.0, 0.0, 0.5), trees)]
+
+
+def test_own_scores_are_mixed_with_the_inherited_advantage():
+    trees = scored_trees()
+    worth = credit(trees, plain(own=0.25))
+    by_path = [[worth[n] for n in r.root.walk()] for r in trees]
+    assert by_path == [
+        [[0.5] * 2, [0.75 * 0.5 + 0.25 * 0.5] * 2, [0.75 * 0.5 - 0.25 * 0.5] * 2],
+        [[-0.5] * 2, [0.75 * -0.5 + 0.25 * 0.0] * 2], [[0.0] * 2, [0.0] * 2]]
+    x, y = [1.0, 0.0, 0.5], [0.5, 0.5, -0.5]  # the children with scores, and what they inherit
+    assert own_correlation(trees, [0.5, -0.5, 0.0]) == pytest.approx(
+        sum((a - 0.5) * (b - 1 / 6) for a, b in zip(x, y))
+        / math.sqrt(sum((a - 0.5) ** 2 for a in x) * sum((b - 1 / 6) ** 2 for b in y)))
+    assert own_correlation([rollout(1.0)], [0.5]) is None
+
+
+def test_the_process_reward_is_given_a_turn_and_never_outweighs_the_answer():
+    trees = scored_trees()
+    trees[0].root.errors = [1]  # of 14 turns in the group one is wrong
+    worth = credit(trees, plain(process=0.1))
+    right, wrong = 0.1 * (1 - 13 / 14), 0.1 * (0 - 13 / 14)
+    assert worth[trees[0].root] == pytest.approx([0.5 + right, 0.5 + wrong])
+    assert worth[trees[2].root] == pytest.approx([right, right])  # its answer says nothing
+    large = credit(trees, plain(process=9.0))
+    assert large[trees[0].root] == pytest.approx([0.5 + 0.25, 0.5 - 0.25])
+    for r, a in zip(trees, advantages(trees, plain())):
+        assert all(x * a >= a * a / 2 for n in r.root.walk() for x in large[n])
+
+
+def test_rejection_sampling_learns_from_what_scored_enough_and_from_nothing_else():
+    trees = [rollout(r, group=g) for r, g in ((0.7, "a"), (0.6, "a"), (0.0, "a"), (0.2, "b"),
+                                              (0.1, "b"), (0.9, "c"))]
+    config = GRPOConfig(objective="filter", keep=0.6)
+    assert advantages(trees, config) == [1, 1, 0, 0, 0, 1]
+    assert len(make_rows(trees, config)) == 3
+
+
+def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
+    """-log sigmoid(beta m) with m written out over two whole trees; here it comes as advantages
+    over micro-batches of a single row."""
+    rng = random.Random(0)
+
+    def some_tree():
+        ids = lambda: [rng.randrange(10) for _ in range(rng.randint(1, 5))]  # noqa: E731
+        return bias.node((), ids(), bias.node((0,), ids(), bias.node((0, 0), ids())),
+                         bias.node((1,), ids()))
+
+    groups = [(1.0, 0.2, 0.5), (0.1, 0.9), (0.4, 0.4)]  # the last says nothing
+    trees = [rollout(r, some_tree(), str(g)) for g, rewards in enumerate(groups) for r in rewards]
+    config = GRPOConfig(objective="dpo", dpo_beta=0.3)
+    rows = make_rows(trees, config)
+    assert len(rows) == 4 * 4
+    table = torch.randn(10, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    reference = torch.randn(10, generator=torch.Generator().manual_seed(1)).double().log_softmax(0)
+
+    def tree_logprob(root, logprobs):
+        return sum(w * logprobs[[i for i, m in zip(n.ids, n.mask) if m]].sum()
+                   for n, w in node_weights(root).items())
+
+    loss = 0.0
+    for better, worse in ((0, 1), (4, 3)):
+        m = sum(sign * (tree_logprob(trees[i].root, table.log_softmax(0))
+                        - tree_logprob(trees[i].root, reference))
+                for i, sign in ((better, 1), (worse, -1)))
+        loss = loss - torch.nn.functional.logsigmoid(config.dpo_beta * m) / 2
+    loss.backward()
+    expected, table.grad = table.grad, None
+
+    batches = [collate(part, "cpu") for part in micro_batches(rows, 1)]
+    for t in batches:
+        ids = t["ids"][t["mask"].bool()]
+        t["old"], t["reference"] = table.log_softmax(0)[ids].detach(), reference[ids]
+        t["sampler"] = t["old"]
+    dpo_advantages(batches, config)
+    for t in batches:
+        logprobs = table.log_softmax(0)[t["ids"][t["mask"].bool()]]
+        policy_loss(logprobs, torch.zeros(len(logprobs)), t, config)[0].backward()
+    assert torch.allclose(table.grad, expected, atol=1e-7) and expected.abs().max() > 0.01
+
+
 # --- the loss -------------------------------------------------------------------------------------
+
+
+def loss_and_stats(new, old, sampler, a, w, config=GRPOConfig(), **more):
+    """policy_loss with all tokens at depth 0; stats by name."""
+    t = {"old": old, "sampler": sampler, "advantages": a, "weights": w,
+         "depths": torch.zeros(len(new), dtype=torch.long)} | more
+    loss, stats, gap_max = policy_loss(new, torch.zeros(len(new)), t, config)
+    return loss, dict(zip(STATS, stats.sum(1).tolist())) | {"gap_max": gap_max}
 
 
 def loss_of(ratio, advantage, gap=0.0, weight=1.0, **config):
     """The loss of one token, and its gradient in the token's log-probability."""
     new = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=torch.float64)
-    loss, stats = policy_loss(new, old, old - gap, torch.tensor([advantage]).double(),
-                              torch.tensor([weight]).double(), GRPOConfig(**config))
+    loss, stats = loss_and_stats(new, old, old - gap, torch.tensor([advantage]).double(),
+                                 torch.tensor([weight]).double(), GRPOConfig(**config))
     loss.backward()
     return loss.item(), new.grad.item(), stats
 
@@ -193,32 +350,58 @@ def test_the_two_sides_clip_by_their_own_limits():
 def test_the_gap_to_the_sampler_is_a_truncated_weight(gap, trust):
     loss, grad, stats = loss_of(1.1, 1.0, gap)
     assert loss == pytest.approx(-1.1 * trust) and grad == pytest.approx(-1.1 * trust)
-    assert stats["gap"] == stats["gap_max"] == pytest.approx(abs(gap))
+    assert [stats["gap"], stats["gap_max"]] == pytest.approx([abs(gap)] * 2)
 
 
-def test_a_batch_by_hand_and_its_diagnostics():
+def test_a_batch_by_hand_and_its_diagnostics_by_depth():
     old = torch.tensor([-1.0, -2.0, -0.5])
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
-    loss, stats = policy_loss(new, old, sampler, torch.tensor([1.0, -1.0, 0.5]),
-                              torch.tensor([0.1, 0.2, 0.3]), GRPOConfig())
+    t = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
+         "weights": torch.tensor([0.1, 0.2, 0.3]), "depths": torch.tensor([0, 2, 0])}
+    loss, stats, gap_max = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), t, GRPOConfig())
     # 1.2 clipped, untrusted 1; -0.8 clipped, weight 3 cut to 2; 0.5 at ratio 1, weight 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.2 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
-    assert stats == {"tokens": 3, "clipped": 2, "gap": pytest.approx(math.log(6)),
-                     "gap_max": pytest.approx(math.log(3))}
+    assert gap_max == pytest.approx(math.log(3)) and stats[:, 1].tolist() == [0] * len(STATS)
+    assert dict(zip(STATS, stats[:, 0].tolist())) == pytest.approx({
+        "tokens": 2, "ratio": 2.5, "clipped": 1, "kl": 0.5 - math.log(1.5), "reference_kl": 0,
+        "entropy": 1.0, "advantage": 1.5, "gap": math.log(2)})
+    assert dict(zip(STATS, stats[:, 2].tolist())) == pytest.approx({
+        "tokens": 1, "ratio": 0.5, "clipped": 1, "kl": -0.5 + math.log(2), "reference_kl": 0,
+        "entropy": 0.5, "advantage": 1.0, "gap": math.log(3)})
+
+
+def test_the_kl_term_by_hand_and_its_expectation():
+    new = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    loss, stats = loss_and_stats(new, new, new.detach(), zero, zero + 0.5, GRPOConfig(kl=0.2),
+                                 reference=new.detach() + math.log(3))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.2 * 0.5 * (3 - math.log(3) - 1))
+    assert stats["reference_kl"] == pytest.approx(3 - math.log(3) - 1)
+    assert new.grad.item() == pytest.approx(0.2 * 0.5 * (1 - 3))
+    p, q = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)  # E_p[k3] is KL(p || q)
+    _, stats = loss_and_stats(p, p, p, p * 0, p * 0, GRPOConfig(kl=1.0), reference=q)
+    k3 = (q - p).exp() - (q - p) - 1
+    assert (p.exp() @ k3).item() == pytest.approx((p.exp() @ (p - q)).item())
+    assert stats["reference_kl"] == pytest.approx(k3.sum().item(), rel=1e-5)
 
 
 def test_on_the_first_update_the_ratio_is_1_and_the_gradient_the_policy_gradient():
     rng = torch.Generator().manual_seed(0)
     new = (-torch.rand(50, generator=rng)).requires_grad_()
     a, w = torch.randn(50, generator=rng), torch.rand(50, generator=rng)
-    loss, stats = policy_loss(new, new, new.detach(), a, w, GRPOConfig())  # old is not detached
+    t = {"sampler": new.detach(), "advantages": a, "weights": w,
+         "depths": torch.zeros(50, dtype=torch.long)}  # no "old": it is the policy itself
+    loss, stats, _ = policy_loss(new, torch.zeros(50), t, GRPOConfig())
     loss.backward()
-    assert stats["clipped"] == 0 and loss.item() == pytest.approx(-(w * a).sum().item(), abs=1e-5)
+    assert stats[STATS.index("clipped")] == 0 and stats[STATS.index("ratio")] == 50
+    assert loss.item() == pytest.approx(-(w * a).sum().item(), abs=1e-5)
     assert torch.allclose(new.grad, -w * a)
 
 
-def test_the_gradient_agrees_with_finite_differences():
+@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(clip_high=0.5, gap_max=1.2)])
+def test_the_gradient_agrees_with_finite_differences(switches):
     """On a table of logits, with clipped, unclipped and truncated tokens among them."""
     rng = torch.Generator().manual_seed(1)
     logits = torch.randn(12, 5, generator=rng, dtype=torch.float64, requires_grad=True)
@@ -226,15 +409,17 @@ def test_the_gradient_agrees_with_finite_differences():
     old = (logits.detach().log_softmax(-1).gather(1, picked[:, None])[:, 0]
            + 0.6 * torch.randn(12, generator=rng, dtype=torch.float64))
     sampler = old + torch.randn(12, generator=rng, dtype=torch.float64)
+    reference = old + torch.randn(12, generator=rng, dtype=torch.float64)
     a = torch.randn(12, generator=rng, dtype=torch.float64)
     w = torch.rand(12, generator=rng, dtype=torch.float64)
+    config = GRPOConfig(**switches)
 
     def loss(logits):
         logprobs = logits.log_softmax(-1).gather(1, picked[:, None])[:, 0]
-        return policy_loss(logprobs, old, sampler, a, w, GRPOConfig())
+        return loss_and_stats(logprobs, old, sampler, a, w, config, reference=reference)
 
     value, stats = loss(logits)
-    assert 0 < stats["clipped"] < 12 and ((old - sampler).exp() > 2).any()
+    assert 0 < stats["clipped"] < 12 and ((old - sampler).exp() > config.gap_max).any()
     value.backward()
     numeric, h = torch.zeros_like(logits), 1e-6
     for i in range(12):
@@ -244,7 +429,43 @@ def test_the_gradient_agrees_with_finite_differences():
             with torch.no_grad():
                 numeric[i, j] = (loss(logits + step)[0] - loss(logits - step)[0]) / (2 * h)
     assert torch.allclose(logits.grad, numeric, atol=1e-8)
-    assert (logits.grad.abs().sum(1) == 0).sum() == stats["clipped"]
+    if not config.kl:  # a clipped token has no gradient
+        assert (logits.grad.abs().sum(1) == 0).sum() == stats["clipped"]
+
+
+# --- bias -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("G", [2, 3])
+def test_summed_children_constant_length_no_std_is_the_true_gradient(G):
+    """Exactly, by enumeration of all groups: (G - 1) / G of the gradient of the expected reward."""
+    config = GRPOConfig(**bias.UNBIASED)
+    expected = bias.expected_gradient(config, G) * config.length_constant
+    assert torch.allclose(expected, bias.true_gradient() * (G - 1) / G, atol=1e-6)
+
+
+def test_the_sampled_gradient_has_that_expectation_within_three_standard_errors():
+    p, g = bias.group_gradients(GRPOConfig(**bias.UNBIASED, length_constant=1.0), 2)
+    picked = torch.multinomial(p, 20_000, True, generator=torch.Generator().manual_seed(0))
+    error = g[picked].std(0) / 20_000 ** 0.5
+    assert ((g[picked].mean(0) - bias.true_gradient() / 2).abs() < 3 * error).all()
+
+
+@pytest.mark.parametrize("switch", [dict(children="mean"), dict(length="sequence"), dict(std="on"),
+                                    dict(children="mean", length="batch")])
+def test_every_other_choice_is_biased(switch):
+    """Not only in length: the direction differs, so no learning rate makes up for it."""
+    g = bias.expected_gradient(GRPOConfig(**bias.UNBIASED | switch), 2)
+    assert torch.nn.functional.cosine_similarity(g, bias.true_gradient(), dim=0) < 0.9995
+
+
+def test_a_tree_without_a_sampled_token_gives_no_row_and_no_nan():
+    silent = node((), 0, node((0,), 0))
+    for length in ("sequence", "constant", "batch"):
+        assert make_rows([rollout(1.0, silent), rollout(0.0, silent)],
+                         GRPOConfig(length=length, process=0.1)) == []
+        rows = make_rows([rollout(1.0, silent), rollout(0.0)], GRPOConfig(length=length))
+        assert len(rows) == 1 and math.isfinite(rows[0].weight)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -255,8 +476,9 @@ def random_rows(n, seed=0, most=60):
     for _ in range(n):
         length = rng.randint(3, most)
         mask = [0] + [int(rng.random() < 0.5) for _ in range(length - 2)] + [1]
+        advantage = rng.choice([-1.0, 0.7])
         rows.append(Row([rng.randrange(64) for _ in mask], mask,
-                        [-4.0 * rng.random() * m for m in mask], rng.choice([-1.0, 0.7]),
+                        [-4.0 * rng.random() * m for m in mask], [advantage] * sum(mask),
                         rng.random() / 100))
     return rows
 
@@ -274,13 +496,13 @@ def test_micro_batches_keep_every_row_within_the_limit(limit):
 
 
 def test_collate_lists_sampled_tokens_in_the_order_of_the_models_logprobs():
-    rows = [Row([5, 6, 7], [0, 1, 1], [0.0, -0.5, -0.25], 2.0, 0.1),
-            Row([8, 9], [0, 1], [0.0, -1.0], -1.0, 0.2)]
+    rows = [Row([5, 6, 7], [0, 1, 1], [0.0, -0.5, -0.25], [2.0, 1.5], 0.1, 1),
+            Row([8, 9], [0, 1], [0.0, -1.0], [-1.0], 0.2)]
     t = collate(rows, "cpu")
     assert t["ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
     assert t["mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
-    assert t["sampler_logprobs"].tolist() == [-0.5, -0.25, -1.0]
-    assert t["advantages"].tolist() == [2.0, 2.0, -1.0]
+    assert t["sampler"].tolist() == [-0.5, -0.25, -1.0]
+    assert t["advantages"].tolist() == [2.0, 1.5, -1.0] and t["depths"].tolist() == [1, 1, 0]
     assert t["weights"].tolist() == pytest.approx([0.1, 0.1, 0.2])
     ids = t["ids"][:, 1:][t["mask"][:, 1:].bool()]  # how Qwen3.logprobs picks them
     assert ids.tolist() == [6, 7, 9]
@@ -298,8 +520,7 @@ def test_loss_and_gradient_are_the_same_in_one_micro_batch_and_in_eight():
             t = collate(part, "cpu")
             logprobs, _ = model.logprobs(t["ids"], t["mask"], chunk=16)
             old = logprobs.detach() - 0.25  # a later update of the batch: good tokens are clipped
-            loss, _ = policy_loss(logprobs, old, t["sampler_logprobs"],
-                                  t["advantages"], t["weights"], GRPOConfig())
+            loss, _, _ = policy_loss(logprobs, logprobs, t | {"old": old}, GRPOConfig())
             loss.backward()
             total += loss.item()
         return total, {name: p.grad.clone() for name, p in model.named_parameters()}

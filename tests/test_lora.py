@@ -283,3 +283,53 @@ def test_a_bfloat16_checkpoint_is_trained_with_a_bfloat16_base(finished, tmp_pat
         out / "warmup" / "model.safetensors").items())
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("phase") == "grpo" and "merge_gap" in row for row in rows)
+
+
+# --- TinyLoRA -------------------------------------------------------------------------------------
+
+
+def tiny(numbers=13, rank=2, moved=True):
+    model = build().add_lora(rank, 32.0, seed=3, numbers=numbers)
+    if moved:
+        with torch.no_grad():
+            model.lora_v.normal_(generator=torch.Generator().manual_seed(5)).mul_(0.1)
+    return model
+
+
+def test_tiny_lora_trains_13_numbers_and_starts_from_the_model():
+    model = tiny(moved=False)
+    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    assert {name: w.shape for name, w in trained.items()} == {"lora_v": (13,)}
+    assert torch.equal(logits(model), logits(build()))
+    model(some_ids(model)).logsumexp(-1).sum().backward()
+    assert model.lora_v.grad.all()  # zero numbers, but no zero gradient
+
+
+def test_tiny_lora_is_its_formula_with_the_singular_vectors_of_each_weight():
+    """W + U S (sum_i v_i P_i) V^T, from a full SVD: the singular vectors agree up to signs."""
+    model, plain = tiny(), build()
+    with torch.no_grad():
+        for name, layer in model._adapted():
+            U, S, Vt = torch.linalg.svd(layer.weight, full_matrices=False)
+            signs = (layer.lora_A * Vt[:2]).sum(1)
+            assert torch.allclose(signs.abs(), torch.ones(2), atol=1e-3)
+            R = torch.einsum("n,nrs->rs", model.lora_v, layer.tiny[0])
+            weight = layer.weight + (U[:, :2] * S[:2] * signs) @ R @ (Vt[:2] * signs[:, None])
+            dict(plain.named_parameters())[f"{name}.weight"].copy_(weight)
+    assert distance(logits(model), logits(plain)) < 1e-3
+    assert distance(logits(model), logits(build())) > 1e-2
+    assert distance(logits(model), logits(model.merged_copy())) < 1e-5
+
+
+def test_tiny_lora_is_saved_as_an_adapter_and_its_numbers_come_back(tmp_path):
+    model, again = tiny(), tiny(moved=False)
+    model.save_adapter(str(tmp_path), "base")
+    with torch.no_grad():
+        for _, layer in again._adapted():
+            layer.lora_A.neg_()  # another machine's SVD: what was saved counts
+    again.load_adapter(str(tmp_path))
+    assert torch.equal(again.lora_v, model.lora_v)
+    assert torch.equal(logits(again), logits(model))
+    ordinary = build().add_lora(2, 2.0)  # any reader sees an adapter of rank 2
+    ordinary.load_adapter(str(tmp_path))
+    assert distance(logits(ordinary), logits(model)) < 1e-5

@@ -1,6 +1,7 @@
 """Short whole runs through the command lines: what they leave behind, resuming, bad input."""
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -8,12 +9,14 @@ import sys
 import pytest
 import torch
 
+import ablation
 import eval as evaluation
 import grpo
 import plan
 import rlm
 import tasks
 import train
+from grpo import STATS
 from model import Qwen3
 from sampler import Sampler
 from tokenizer import Tokenizer
@@ -106,7 +109,7 @@ def test_the_trained_model_answers_over_real_files_without_breaking(finished, mo
 def test_a_batch_without_signal_changes_no_weight(finished):
     trainer = train.Trainer(train.RunConfig(out=str(finished.parent / "d"), heldout=2,
                                             model=str(finished / "final")),
-                            train.WarmupConfig(), train.UpdateConfig())
+                            train.WarmupConfig(), train.UpdateConfig(), grpo.GRPOConfig())
     task = tasks.make_task("evidence", random.Random(0))
     sampler = Sampler(trainer.model, batch=4, window=trainer.config.window)
     trees = asyncio.run(rlm.collect([task] * 4, rlm.local_policy(sampler, trainer.tokenizer),
@@ -120,6 +123,85 @@ def test_a_batch_without_signal_changes_no_weight(finished):
     assert trainer.update(signal, 0)["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("flags", [
+    "--objective dpo", "--kl 0.1 --updates 2 --norms-by-depth", "--lora-rank 2 --objective dpo",
+    "--lora-rank 2 --tiny-lora 13",
+    "--own 0.5 --process 0.1 --children one", "--objective filter --keep 0.1 --overlong mask"])
+def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finished, tmp_path,
+                                                                  monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(finished / "warmup"), "--heldout",
+                                      "2", "--out", str(tmp_path / "g"), *flags.split()])
+    trainer = train.Trainer(*train.parse(train.RunConfig, train.WarmupConfig, train.UpdateConfig,
+                                         grpo.GRPOConfig))
+    trainer.end_warmup()
+    trainer.make_reference()
+    task = tasks.make_task("evidence", random.Random(0))
+    trees = train.demonstrations([task] * 8, trainer.tokenizer, trainer.config, 0)
+    assert len({r.reward for r in trees}) > 2 and any(r.root.children for r in trees)
+    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
+    m = trainer.update(trees, 3)
+    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    assert all(math.isfinite(m[name]) for name in (*STATS[1:], "loss", "grad_norm"))
+    assert sum(d["share"] for d in m["by_depth"]) == pytest.approx(1)
+    assert m["kl"] > 0 if "--updates" in flags else m["ratio"] == pytest.approx(1)
+    if "--norms-by-depth" in flags:
+        assert all(d["grad_norm"] > 0 for d in m["by_depth"])
+    assert -1 <= m["own_correlation"] <= 1
+
+
+def test_groups_without_signal_are_sampled_again_and_an_older_policy_takes_its_share(
+        finished, tmp_path, monkeypatch):
+    samplers, generate = [], Sampler.generate
+    monkeypatch.setattr(Sampler, "generate", lambda self, *args, **more: samplers.append(
+        id(self)) or generate(self, *args, **more))
+    out = tmp_path / "h"
+    assert command(train, monkeypatch, *SHORT, "--model", finished / "warmup", "--warmup-steps", 0,
+                   "--out", out, *"--cross 0.5 --resample 1 --tokens 1".split()) is None
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if row["phase"] == "grpo"]  # one step is more than a token
+    assert step["flat"] == 1 and step["skipped"] == 1  # three supervised steps answer nothing
+    counts = sorted(samplers.count(i) for i in set(samplers))
+    assert len(counts) == 2 and counts[0] == 2 * 2 * 3  # twice two older trees of three turns
+    assert json.loads((out / "result.json").read_text())["sampled_tokens"] > step["tokens"] * 4
+
+
+def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
+    """Three runs of which one was finished before; the files say what the runs say."""
+    monkeypatch.setattr(ablation, "SETS", {"two": {"default": "", "summed": "--children sum"}})
+    monkeypatch.setattr(ablation, "SEEDS", (0, 1))
+    monkeypatch.setattr(ablation, "FOLDER", str(tmp_path / "reports"))
+    asked = []
+
+    def fake(path, flags):
+        asked.append((os.path.basename(path), flags))
+        os.makedirs(os.path.join(path, "warmup"), exist_ok=True)
+        score = 0.1 * len(asked)
+        (result := os.path.join(path, "result.json"))
+        with open(result, "w", encoding="utf-8") as file:
+            json.dump({"seed": int(path[-1]), "heldout_warmup": 0.1, "heldout_final": score,
+                       "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0}, file)
+        with open(os.path.join(path, "warmup", "rlm.json"), "w", encoding="utf-8") as file:
+            file.write("{}")
+        with open(os.path.join(path, "metrics.jsonl"), "w", encoding="utf-8") as file:
+            file.write(json.dumps({"phase": "grpo", "step": 1, "reward": score, "entropy": 0.5,
+                                   "tokens_worse": 7.0, "tokens_better": None,
+                                   "own_correlation": 0.25}) + "\n")
+
+    monkeypatch.setattr(ablation, "train", fake)
+    fake(str(tmp_path / "summed-0"), "")  # 0.1: finished before
+    ablation.run("two", str(tmp_path))
+    assert [path for path, _ in asked] == ["summed-0", "warmup-0", "default-0", "warmup-1",
+                                           "default-1", "summed-1"]
+    saved = json.loads((tmp_path / "reports" / "two.json").read_text())
+    first, second = saved["rows"]
+    assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
+    # Differences -0.2 and +0.1: mean -0.05, standard error 0.15, Student's 12.71 for two.
+    assert second["difference"] == pytest.approx([-0.05, -0.05 - 12.71 * 0.15,
+                                                  -0.05 + 12.71 * 0.15], abs=1e-3)
+    assert first["difference"][0] == 0 and second["runs"][0]["tokens_worse"] == [7.0]
+    assert (tmp_path / "reports" / "two.svg").read_text().count("<circle") == 4
+
+
 def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
     tokenizer = Tokenizer.from_pretrained(finished / "init")
     assert tokenizer.vocab_size <= Qwen3.from_pretrained(str(finished / "init")).config.vocab_size
@@ -128,7 +210,12 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--credit", "both"], "inherit or root"),
+    (["--credit", "both"], "inherit or root or children"),
+    (["--credit", "root", "--children", "sum"], "have no effect"),
+    (["--objective", "dpo", "--kl", "0.1"], "have no effect"),
+    (["--cross", "1.5"], "a share, at most 1"),
+    (["--tiny-lora", "13"], "needs --lora-rank"),
+    (["--ablation", "all"], "there are core"),
     (["--sandbox", "maybe"], "require, auto or off"),
     (["--length", "none"], "sequence or constant or batch"),
     (["--task", "niah"], "evidence or deep"),
