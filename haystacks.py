@@ -112,32 +112,24 @@ def paper_text(title: str, abstract: str, text: str) -> str:
 # ---------------------------------------------------------------------------------------------
 # deep: two levels of delegation
 
-FIELDS = "birds fish tools fruits metals songs trees".split()
-LEXICON = {"-".join(pair): FIELDS[i % 7] for i, pair in enumerate(random.Random(0).sample(
-    list(itertools.permutations(SYLLABLES, 2)), 56))}  # term: its field
+WORDS = random.Random(0).sample([o + v + c for o in ONSETS for v in VOWELS for c in CODAS], 240)
+DICTIONARY = dict(zip(WORDS, random.Random(1).sample([v + o for v in VOWELS for o in ONSETS], 60)))
 
 
 def deep(rng: random.Random):
-    """Two papers of two sections of two paragraphs, as nested lists. A paragraph has a term of
-    each field in random order, each followed by its code. The question asks for the codes of one
-    field, one in each paragraph. Which term belongs to which field is nowhere in the context and
-    too long to be written as code: somebody has to read each paragraph."""
-    field, codes = rng.choice(FIELDS), iter(rng.sample(SYLLABLES, 56))
-    gold = []
-
-    def part(level: int):
-        if level:
-            return [part(level - 1), part(level - 1)]
-        words = []
-        for other in rng.sample(FIELDS, len(FIELDS)):
-            term = rng.choice([t for t, f in LEXICON.items() if f == other])
-            words += term, next(codes)
-            if other == field:
-                gold.append(words[-1])
-        return " ".join(words)
-
-    context = part(3)
-    return field, f"List all {field}.", context, gold
+    """Two papers of two sections of two paragraphs, as nested lists. One word of each paragraph
+    is in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
+    the context and too long to be written as code, all words look alike and none occurs twice: to
+    find the one that counts somebody has to read the paragraph."""
+    known, others = rng.sample(list(DICTIONARY), 8), iter(rng.sample(WORDS[60:], 19 * 8))
+    parts = []
+    for word in known:
+        words = [next(others) for _ in range(19)]
+        words.insert(rng.randrange(20), word)
+        parts.append(" ".join(words))
+    while len(parts) > 2:
+        parts = [parts[i:i + 2] for i in range(0, len(parts), 2)]
+    return known[0], "Translate all.", parts, [DICTIONARY[word] for word in known]
 
 
 # ---------------------------------------------------------------------------------------------

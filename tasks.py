@@ -13,7 +13,7 @@ schema of their public benchmark (`load_tasks`):
     code       "A" to "D"                      exact (LongBench v2)
     hop        a short string                  exact up to case, punctuation, articles (HotpotQA's
                                                rule; BrowseComp-Plus itself asks a judge model)
-    deep       [words]                         F1 over words (made here: it needs two levels)
+    deep       [words]                         F1 over strings (made here: it needs two levels)
 
 Where a public rule guesses what an answer meant, the one here does not: an answer has to be the
 answer, so a list of all labels, a refusal or the question scores 0. An echo of the whole context
@@ -198,9 +198,8 @@ def normalized(text: str) -> str:
 
 
 def deep_f1(task: Task, answer: Any) -> float:
-    """F1 over the different words of an answer that occur in the context."""
-    there = set(" ".join(strings_in(task.context)).split())
-    found = there.intersection(" ".join(strings_in(answer)).split())
+    """F1 over the different strings of an answer."""
+    found = set(strings_in(answer))
     return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
 
 
@@ -589,8 +588,8 @@ def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
 
 ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
 CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
-DEEP_SCRIPTS = {"each": 0.5, "firsts": 0.2, "one": 0.1, "alone": 0.1, "forget": 0.1}
-LEAF_SCRIPTS = {"right": 0.4, "first": 0.3, "last": 0.3}
+DEEP_SCRIPTS = {"each": 0.55, "firsts": 0.2, "one": 0.1, "alone": 0.05, "forget": 0.1}
+LEAF_SCRIPTS = {"right": 0.6, "none": 0.4}
 LOOK_FIRST = 0.25  # share of scripts that print something first and act in the next turn
 
 
@@ -632,19 +631,15 @@ def demonstrate(task: Task, node, seed) -> str:
 def _deep(node, name: str) -> str:
     """The message of a script for a task of kind deep. Nodes with a REPL: each (a child for every
     part), firsts (one for the first part of every part), one (only the first part), alone (all of
-    the context), forget (never call FINAL). Plain completions read a paragraph: right (the code
-    of the term of the field asked for), first and last (any code)."""
-    asked = node.turns[1].text
-    field = re.search(r"(\w+)[?.]", asked)[1]
+    the context), forget (never call FINAL). Plain completions read a paragraph: right (the meaning
+    of its word) or none."""
     if node.kind == "llm":
-        words = asked.split()[1:]
-        fields = [haystacks.LEXICON.get(word) for word in words]
-        at = fields.index(field) + 1 if name == "right" and field in fields else 1
-        return words[-1] if name == "last" else (words + ["none"] * 2)[at]
+        known = [w for w in node.turns[1].text.split() if w in haystacks.DICTIONARY]
+        return haystacks.DICTIONARY[known[0]] if known and name == "right" else "none"
     return _block({
-        "each": f"FINAL(rlm_query_batched('{field}?', context))",
-        "firsts": f"FINAL(rlm_query_batched('{field}?', [c[0] for c in context]))",
-        "one": f"FINAL(rlm_query('{field}?', context[0]))",
+        "each": "FINAL(rlm_query_batched('Translate.', context))",
+        "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",
+        "one": "FINAL(rlm_query('Translate.', context[0]))",
         "alone": "FINAL(context)",
         "forget": "print(len(context))",
     }[name])

@@ -322,18 +322,17 @@ def test_the_keyword_search_is_a_floor(kind):
 # --- deep: what one level can reach, and two ------------------------------------------------------
 
 
-def test_a_deep_question_asks_for_one_code_of_every_paragraph():
-    assert Counter(haystacks.LEXICON.values()) == dict.fromkeys(haystacks.FIELDS, 8)
+def test_a_deep_question_asks_for_one_word_of_every_paragraph():
+    assert len(set(haystacks.DICTIONARY.values())) == len(haystacks.DICTIONARY) == 60
     for i in range(50):
         task = make_task("deep", random.Random(i))
-        parts = [p for paper in task.context for section in paper for p in section]
-        words = [p.split() for p in parts]
-        assert len(parts) == 8 and all(len(w) == 14 for w in words)
-        assert all({haystacks.LEXICON[t] for t in w[::2]} == {*haystacks.FIELDS} for w in words)
-        assert len({code for w in words for code in w[1::2]}) == 56
-        field = task.query.removeprefix("List all ").removesuffix(".")
-        assert task.answer == [code for w in words for term, code in zip(w[::2], w[1::2])
-                               if haystacks.LEXICON[term] == field]
+        words = [p.split() for paper in task.context for section in paper for p in section]
+        assert len(words) == 8 and all(len(w) == 20 for w in words)
+        assert len({w for part in words for w in part}) == 160  # counting them tells nothing
+        known = [[haystacks.DICTIONARY[w] for w in part if w in haystacks.DICTIONARY]
+                 for part in words]
+        assert known == [[meaning] for meaning in task.answer]
+        assert not set(task.answer) & set(str(task.context).split())
     with pytest.raises(ValueError, match="one size"):
         make_task("deep", random.Random(0), tokens=2_000)
 
@@ -378,17 +377,14 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all(deep_tokenizer):
 
 def test_no_limit_of_a_deep_tree_leaves_room_for_more(deep_tokenizer):
     """Why one level cannot reach more: a message holds one call, which may ask two; a plain
-    completion holds one paragraph, and code that would shorten two fits into no message; what is
-    printed is never seen."""
+    completion holds one paragraph; what is printed is never seen."""
     config, encode = train.TINY_DEEP, deep_tokenizer.encode
     assert config.max_turns == 1 and config.limits.queries == 2
-    ask = "rlm_query_batched('birds?',context[0])"
-    two = f"x={ask}\nFINAL([x,{ask}])"
-    short = "FINAL(rlm_query('birds?',' '.join(' '.join(context).split()[::2])))"
-    assert all(len(encode(f"```repl\n{code}\n```")) > config.turn_tokens for code in (two, short))
+    ask = "rlm_query_batched('Translate.',context[0])"
+    assert len(encode(f"```repl\nx={ask}\nFINAL([x,{ask}])\n```")) > config.turn_tokens
     for i in range(20):
         first, second = make_task("deep", random.Random(i)).context[0][0]
-        one, both = (len(deep_tokenizer.open(LEAF, f"birds?\n\n{text}"))
+        one, both = (len(deep_tokenizer.open(LEAF, f"Translate.\n\n{text}"))
                      for text in (first, f"{first} {second}"))
         assert one + 3 <= config.window < both
 
