@@ -1,8 +1,9 @@
 """Long-context questions made from a seed, and the scripts that are their ceiling and their floor.
 
 Seven kinds, each in the manner of a public benchmark, at any length: 10 million tokens (40 MB) in
-a few seconds. Text is drawn from small pools of sentences, lines or functions, so length costs
-next to nothing; what the question is about is made once and occurs nowhere else.
+a few seconds; and deep, in one size, which needs two levels of children. Text is drawn from small
+pools of sentences, lines or functions, so length costs next to nothing; what the question is about
+is made once and occurs nowhere else.
 
 A function a kind returns (name, query, context, gold); tasks.py says what gold is and scores it.
 `oracle_code` and `keyword_code` return the code of a node's next message: the oracle may
