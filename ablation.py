@@ -3,7 +3,7 @@
 The configurations of a seed start from one warm-up, see the same questions and sample the same
 number of tokens; only the flags in SETS differ. Each is a run of train.py in a directory of its own
 under --out, so what was interrupted goes on where it was, and what is finished is not run again.
-After every run the table is written to ablations/NAME.json and drawn as ablations/NAME.svg.
+After every run the results are written to ablations/NAME.json and NAME.md, and drawn as NAME.svg.
 
 The interval of a mean over seeds, and of a difference to the set's first configuration (paired, on
 the same seeds), is Student's at 95 %. Left out: a search for the best value of anything.
@@ -34,20 +34,20 @@ SETS = {
     },
     "more": {
         "default": "",
-        "unbiased: summed, no std": "--children sum --std off",
-        "1/|y|, no std": "--length sequence --std off",
-        "one child drawn": "--children one",
         "half own score": "--own 0.5",
         "own score alone": "--own 1",
-        "process reward 0.2": "--process 0.2",
-        "KL 0.01": "--kl 0.01",
-        "two updates, clip 0.28": "--updates 2 --clip-high 0.28",
-        "resampled": "--resample 2",
         "LoRA 1": "--lora-rank 1",
         "LoRA 16": "--lora-rank 16",
         "TinyLoRA, 13 numbers": "--lora-rank 2 --tiny-lora 13 --lr 2e-2",
         "DPO": "--objective dpo",
         "a quarter older": "--cross 0.25",
+        "unbiased: summed, no std": "--children sum --std off",
+        "1/|y|, no std": "--length sequence --std off",
+        "one child drawn": "--children one",
+        "process reward 0.2": "--process 0.2",
+        "KL 0.01": "--kl 0.01",
+        "two updates, clip 0.28": "--updates 2 --clip-high 0.28",
+        "resampled": "--resample 2",
     },
 }
 
@@ -88,13 +88,13 @@ def train(path: str, flags: str) -> None:
 
 
 def report(name: str, out: str) -> None:
-    """Write ablations/NAME.json and .svg from the runs that are finished."""
+    """Write ablations/NAME.json, .md and .svg from the runs that are finished."""
     rows = json_rows(name, out)
     os.makedirs(FOLDER, exist_ok=True)
-    write_text(os.path.join(FOLDER, f"{name}.json"), json.dumps(
-        {"command": f"python train.py --ablation {name}", "tokens": TOKENS, "rows": rows},
-        indent=1))
-    write_text(os.path.join(FOLDER, f"{name}.svg"), chart.dots(
+    path, command = os.path.join(FOLDER, name), f"python train.py --ablation {name}"
+    write_text(f"{path}.json", json.dumps({"command": command, "tokens": TOKENS, "rows": rows}))
+    write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
+    write_text(f"{path}.svg", chart.dots(
         {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows},
         f"Held-out F1 after {TOKENS:,} sampled tokens, one dot a seed"))
 
