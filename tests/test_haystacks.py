@@ -394,17 +394,17 @@ def test_no_limit_of_a_deep_tree_leaves_room_for_more(deep_tokenizer):
 
 @pytest.mark.parametrize("kind", (*KINDS, "deep"))
 def test_nothing_degenerate_beats_the_honest_script(kind):
-    """Through the real REPL, with all limits at their defaults; on copy the echo is the answer."""
-    questions = made(kind, 4) if kind != "deep" else [
-        make_task(kind, random.Random(i)) for i in range(4)]
+    """Through the real REPL, in trees of at most eight nodes; on copy the echo is the answer."""
+    questions = made(kind, 2) if kind != "deep" else [
+        make_task(kind, random.Random(i)) for i in range(2)]
     depth = 2 if kind == "deep" else 1
     honest = [reward(t, play(t, oracle, max_depth=depth).answer) for t in questions]
-    assert honest == [1.0] * 4
+    assert honest == [1.0] * 2
     for name in tasks.DEGENERATE:
         roots = [play(t, lambda task, node, seed: tasks.degenerate_script(name, task, node),
                       max_depth=depth, max_nodes=8, max_turns=3) for t in questions]
         scores = [reward(t, r.answer) for t, r in zip(questions, roots)]
-        assert sum(scores) / 4 <= (1.0 if (kind, name) == ("copy", "echo") else 0.5), name
+        assert sum(scores) / 2 <= (1.0 if (kind, name) == ("copy", "echo") else 0.5), name
         for task, root in zip(questions, roots):
             assert tasks.degenerate(task, root) == name
             assert len(list(root.walk())) <= 8
