@@ -1,7 +1,7 @@
 """Questions with a gold answer, how an answer is scored, and what a task brings along.
 
-Eight kinds, generated at any length from a seed (haystacks.py) or read from JSON lines in the
-schema of their public benchmark (`load_tasks`):
+Eight kinds. All but deep are generated at any length from a seed (haystacks.py) or read from JSON
+lines in the schema of their public benchmark (`load_tasks`):
 
     kind       gold (Task.answer)              score, in [0, 1]
     evidence   {paper id: [sentences]}         micro F1 over characters (alphaXiv/
@@ -13,7 +13,7 @@ schema of their public benchmark (`load_tasks`):
     code       "A" to "D"                      exact (LongBench v2)
     hop        a short string                  exact up to case, punctuation, articles (HotpotQA's
                                                rule; BrowseComp-Plus itself asks a judge model)
-    deep       [words]                         F1 over strings (made here: it needs two levels)
+    deep       [strings]                       F1 over them (of this program: it needs two levels)
 
 Where a public rule guesses what an answer meant, the one here does not: an answer has to be the
 answer, so a list of all labels, a refusal or the question scores 0. An echo of the whole context
@@ -39,7 +39,7 @@ import haystacks
 from haystacks import paper_text
 
 KINDS = ("evidence", "niah", "aggregate", "pairs", "copy", "code", "hop")
-TRAINED = ("evidence", "deep")  # those with demonstrations; deep is of this program, in one size
+TRAINED = ("evidence", "deep")  # those with demonstrations
 
 
 @dataclass(frozen=True)
@@ -390,8 +390,8 @@ def make_task(kind: str, rng: random.Random, *, tokens: int | None = None, heldo
 
     `tokens` is the length of the context, at four characters a token (8,000 if not given; evidence
     then has so many `papers`, `relevant` to the question, of so many `sentences`). `heldout`
-    takes the terms of evidence from the fifth that is never in training; the other kinds are for
-    evaluation only. Raises ValueError for an unknown kind or a length out of range."""
+    takes the terms of evidence from the fifth that is never in training; deep is trained on, too,
+    and has one size; the other kinds are for evaluation only. Raises ValueError for an unknown kind or a length out of range."""
     if kind not in (*KINDS, "deep"):
         raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(KINDS)}, "
                          "deep")
