@@ -391,7 +391,8 @@ def make_task(kind: str, rng: random.Random, *, tokens: int | None = None, heldo
     `tokens` is the length of the context, at four characters a token (8,000 if not given; evidence
     then has so many `papers`, `relevant` to the question, of so many `sentences`). `heldout`
     takes the terms of evidence from the fifth that is never in training; deep is trained on, too,
-    and has one size; the other kinds are for evaluation only. Raises ValueError for an unknown kind or a length out of range."""
+    and has one size; the other kinds are for evaluation only. Raises ValueError for an unknown
+    kind or a length out of range."""
     if kind not in (*KINDS, "deep"):
         raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(KINDS)}, "
                          "deep")
