@@ -463,17 +463,18 @@ class RMSNorm(nn.Module):
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
     """cos and sin of the rotary angles, each (B, T, 1, E): pair (i, i + E/2) turns by
-    position * theta^(-2i/E). Angles in float32: positions reach 262,144."""
+    position * theta^(-2i/E); sin is negative in the first half. Angles in float32: positions reach
+    262,144."""
     i = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     angles = positions_BT[..., None].float() * theta ** (-i / head_dim)  # B T E/2
-    angles = torch.cat((angles, angles), -1)[:, :, None]  # B T 1 E
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return (torch.cat((cos, cos), -1)[:, :, None].to(dtype),
+            torch.cat((-sin, sin), -1)[:, :, None].to(dtype))  # B T 1 E
 
 
 def rotate(x: Tensor, rope) -> Tensor:
     cos, sin = rope
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin  # B T H E
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # B T H E
 
 
 def _shards(path: str) -> list[str]:

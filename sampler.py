@@ -58,6 +58,8 @@ except ImportError:
     varlen_attn = None
 
 STEP_TOKENS = 2048  # of prompts in a step, beside one token of every request that decodes
+SLICE = 16  # rows that decode in one call of SDPA
+HEAD_PART = 1024  # rows of the output matrix in one product, on a CPU
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs
 
 
@@ -543,10 +545,12 @@ class GatheredRows:
         """Logits, (B, V) float32, of those requests that have fed all their tokens."""
         ids_N, pos_N, places_N, last_B = flatten(step, self.pool)
         ones = sum(n == 1 for _, n in step)
-        if ones:
-            length = max(request.computed for request, _ in step[:ones]) + 1
-            row_1 = torch.arange(ones, device=pos_N.device)
-            mask_1 = self._mask(pos_N[:ones], length)[:, None, None]  # B 1 1 T
+        row_1 = torch.arange(ones, device=pos_N.device)
+        slices = []  # of the rows with one token, so that few are padded to the longest: its mask
+        for low in range(0, ones, SLICE):
+            high = min(low + SLICE, ones)
+            length = max(request.computed for request, _ in step[low:high]) + 1
+            slices.append((low, high, self._mask(pos_N[low:high], length)[:, None, None]))  # B11T
         chunks, at = [], ones  # rows of prompts: where in the step, where they end, their mask
         for row, (request, n) in enumerate(step[ones:], ones):
             end = request.computed + n
@@ -564,12 +568,13 @@ class GatheredRows:
                     rows[row, :, end - (high - low):end] = new[low:high].transpose(0, 1)
             keys, values = self.rows[layer]  # B K T E
             out = torch.empty_like(q)
-            if ones:  # the G heads that share keys are G queries at the same position
-                K, E = k.shape[1:]
+            K, E = k.shape[1:]
+            for low, high, mask in slices:  # G heads that share keys: G queries at one position
+                T = mask.shape[-1]
                 got = F.scaled_dot_product_attention(
-                    q[:ones].view(ones, K, -1, E), keys[:ones, :, :length],
-                    values[:ones, :, :length], attn_mask=mask_1)  # B K G E
-                out[:ones] = got.reshape(ones, -1, E)
+                    q[low:high].view(high - low, K, -1, E), keys[low:high, :, :T],
+                    values[low:high, :, :T], attn_mask=mask)  # B K G E
+                out[low:high] = got.reshape(high - low, -1, E)
             for row, low, high, end, mask in chunks:
                 got = F.scaled_dot_product_attention(
                     q[None, low:high].transpose(1, 2), keys[row, None, :, :end],
@@ -579,7 +584,9 @@ class GatheredRows:
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
-        return self.model.lm_head(hidden_ND[last_B]).float()
+        # A few rows times a matrix that no cache holds: in parts it takes half the time.
+        parts = self.model.lm_head.weight.split(HEAD_PART)
+        return torch.cat([F.linear(hidden_ND[last_B], part) for part in parts], -1).float()
 
     def _mask(self, pos_N: Tensor, length: int) -> Tensor:
         """(N, length): what to add to the scores of queries at these positions."""
