@@ -55,10 +55,11 @@ CHARACTERS = 50_000_000  # of all contexts in memory at once
 ANSWERED = ("final", "text")  # ends of a root that gave an answer
 
 
-def heldout_tasks(n: int, seed: int = 0, times: int = 1) -> list[tasks.Task]:
-    """n generated questions on terms never used in training, with `times` as many papers as
-    usual and the same number of relevant ones."""
-    return [tasks.make_task("evidence", random.Random(f"heldout {seed} {i}"), heldout=True,
+def heldout_tasks(n: int, seed: int = 0, times: int = 1,
+                  kind: str = "evidence") -> list[tasks.Task]:
+    """n generated questions that training never saw: evidence on terms of its own, with `times`
+    as many papers as usual and the same number of relevant ones; deep on other paragraphs."""
+    return [tasks.make_task(kind, random.Random(f"heldout {seed} {i}"), heldout=True,
                             papers=PAPERS * times) for i in range(n)]
 
 
@@ -454,8 +455,8 @@ class Evaluation:
         kinds, a = split(self.args.tasks), self.args
         if not a.data:
             for kind in kinds:
-                if kind not in tasks.KINDS:
-                    raise ValueError(f"no task {kind!r}; there are {', '.join(tasks.KINDS)}")
+                if kind not in (*tasks.KINDS, "deep"):
+                    raise ValueError(f"no task {kind!r}; there are {', '.join(tasks.KINDS)}, deep")
             return None
         if len(kinds) != 1:
             raise ValueError("--data holds questions of one kind; --tasks names it")
@@ -474,7 +475,7 @@ class Evaluation:
         for kind in split(self.args.tasks):
             lengths = [whole(v, "--lengths") for v in split(self.args.lengths or "")]
             if not lengths:
-                lengths = [None if kind == "evidence" or self.questions else 8000]
+                lengths = [None if kind in tasks.TRAINED or self.questions else 8000]
             cells += [(kind, length, m) for length in lengths for m in self.methods]
         return cells
 
@@ -635,7 +636,7 @@ def make_question(kind: str, length: int | None, i: int, seed: int, times: int,
     """The i-th generated question of a cell; without a length it is one of heldout_tasks."""
     name = "heldout" if heldout else "teacher"
     if length is None:
-        return tasks.make_task("evidence", random.Random(f"{name} {seed} {i}"), heldout=heldout,
+        return tasks.make_task(kind, random.Random(f"{name} {seed} {i}"), heldout=heldout,
                                papers=PAPERS * times)
     return tasks.make_task(kind, random.Random(f"{name} {seed} {kind} {length} {i}"),
                            tokens=length, heldout=heldout)

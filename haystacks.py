@@ -1,8 +1,9 @@
 """Long-context questions made from a seed, and the scripts that are their ceiling and their floor.
 
 Seven kinds, each in the manner of a public benchmark, at any length: 10 million tokens (40 MB) in
-a few seconds. Text is drawn from small pools of sentences, lines or functions, so length costs
-next to nothing; what the question is about is made once and occurs nowhere else.
+a few seconds; and deep, in one size, which needs two levels of children. Text is drawn from small
+pools of sentences, lines or functions, so length costs next to nothing; what the question is about
+is made once and occurs nowhere else.
 
 A function a kind returns (name, query, context, gold); tasks.py says what gold is and scores it.
 `oracle_code` and `keyword_code` return the code of a node's next message: the oracle may
@@ -107,6 +108,29 @@ def evidence(rng: random.Random, heldout: bool, papers: int, relevant: tuple[int
 
 def paper_text(title: str, abstract: str, text: str) -> str:
     return f"### PAPER: {title}\n<abstract>{abstract}</abstract>\n{text}"
+
+
+# ---------------------------------------------------------------------------------------------
+# deep: two levels of delegation
+
+WORDS = random.Random(0).sample([o + v + c for o in ONSETS for v in VOWELS for c in CODAS], 240)
+DICTIONARY = dict(zip(WORDS, random.Random(1).sample([v + o for v in VOWELS for o in ONSETS], 60)))
+
+
+def deep(rng: random.Random):
+    """Two papers of two sections of two paragraphs, as nested lists. One word of each paragraph
+    is in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
+    the context and too long to be written as code, all words look alike and none occurs twice: to
+    find the one that counts somebody has to read the paragraph."""
+    known, others = rng.sample(list(DICTIONARY), 8), iter(rng.sample(WORDS[60:], 19 * 8))
+    parts = []
+    for word in known:
+        words = [next(others) for _ in range(19)]
+        words.insert(rng.randrange(20), word)
+        parts.append(" ".join(words))
+    while len(parts) > 2:
+        parts = [parts[i:i + 2] for i in range(0, len(parts), 2)]
+    return known[0], "Translate all.", parts, [DICTIONARY[word] for word in known]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Questions with a gold answer, how an answer is scored, and what a task brings along.
 
-Seven kinds, generated at any length from a seed (haystacks.py) or read from JSON lines in the
-schema of their public benchmark (`load_tasks`):
+Eight kinds. All but deep are generated at any length from a seed (haystacks.py) or read from JSON
+lines in the schema of their public benchmark (`load_tasks`):
 
     kind       gold (Task.answer)              score, in [0, 1]
     evidence   {paper id: [sentences]}         micro F1 over characters (alphaXiv/
@@ -13,13 +13,14 @@ schema of their public benchmark (`load_tasks`):
     code       "A" to "D"                      exact (LongBench v2)
     hop        a short string                  exact up to case, punctuation, articles (HotpotQA's
                                                rule; BrowseComp-Plus itself asks a judge model)
+    deep       [strings]                       F1 over them (of this program: it needs two levels)
 
 Where a public rule guesses what an answer meant, the one here does not: an answer has to be the
 answer, so a list of all labels, a refusal or the question scores 0. An echo of the whole context
 scores 2p/(1+p) on evidence (p the gold share of its characters), 1 on copy, where it is the answer,
 and 0 elsewhere. A task also brings the strategy text for the prompt, helper functions for its REPL,
 and scripts that answer it: demonstrations, good and bad, for the warm-up, an oracle and a keyword
-search for evaluation.
+search for evaluation, and what a policy might do instead of the task (DEGENERATE).
 
 Left out: prompts (rlm.py) and anything that runs a model. Standard library only.
 """
@@ -38,6 +39,7 @@ import haystacks
 from haystacks import paper_text
 
 KINDS = ("evidence", "niah", "aggregate", "pairs", "copy", "code", "hop")
+TRAINED = ("evidence", "deep")  # those with demonstrations
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def reward(task: Task, answer: Any) -> float:
 
     Raises ValueError for a kind that has no score."""
     score = {"evidence": evidence_f1, "niah": niah_share, "aggregate": oolong_score,
-             "pairs": pairs_f1, "copy": copy_exact, "code": choice_exact, "hop": hop_exact}
+             "pairs": pairs_f1, "copy": copy_exact, "code": choice_exact, "hop": hop_exact,
+             "deep": deep_f1}
     if task.kind not in score:
         raise ValueError(f"no score is defined for tasks of kind {task.kind!r}")
     return float(score[task.kind](task, answer))
@@ -192,6 +195,12 @@ def normalized(text: str) -> str:
     """Lower case, without punctuation, articles and superfluous blanks (SQuAD, HotpotQA)."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def deep_f1(task: Task, answer: Any) -> float:
+    """F1 over the different strings of an answer."""
+    found = set(strings_in(answer))
+    return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
 
 
 def as_line(answer: Any) -> str:
@@ -381,10 +390,17 @@ def make_task(kind: str, rng: random.Random, *, tokens: int | None = None, heldo
 
     `tokens` is the length of the context, at four characters a token (8,000 if not given; evidence
     then has so many `papers`, `relevant` to the question, of so many `sentences`). `heldout`
-    takes the terms of evidence from the fifth that is never in training; the other kinds are for
-    evaluation only. Raises ValueError for an unknown kind or a length out of range."""
-    if kind not in KINDS:
-        raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(KINDS)}")
+    takes the terms of evidence from the fifth that is never in training; deep is trained on, too,
+    and has one size; the other kinds are for evaluation only. Raises ValueError for an unknown
+    kind or a length out of range."""
+    if kind not in (*KINDS, "deep"):
+        raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(KINDS)}, "
+                         "deep")
+    if kind == "deep":
+        if tokens is not None:
+            raise ValueError("deep tasks have one size, no number of tokens")
+        name, query, context, gold = haystacks.deep(rng)
+        return Task(f"deep-{name}-{rng.randrange(1 << 32):08x}", kind, query, context, gold)
     if tokens is None and kind != "evidence":
         tokens = 8_000
     most = SHORTER.get(kind, LENGTHS[1])
@@ -573,6 +589,8 @@ def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
 
 ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
 CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
+DEEP_SCRIPTS = {"each": 0.55, "firsts": 0.2, "one": 0.1, "alone": 0.05, "forget": 0.1}
+LEAF_SCRIPTS = {"right": 0.6, "none": 0.4}
 LOOK_FIRST = 0.25  # share of scripts that print something first and act in the next turn
 
 
@@ -587,7 +605,11 @@ def demonstrate(task: Task, node, seed) -> str:
     """
     rng = random.Random(f"{seed} {node.path}")
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
+    if task.kind == "deep":
+        scripts = LEAF_SCRIPTS if node.kind == "llm" else DEEP_SCRIPTS
     name = rng.choices(list(scripts), scripts.values())[0]
+    if task.kind == "deep":
+        return _deep(node, name)
     look = rng.random() < LOOK_FIRST
     turn = sum(t.role == "assistant" for t in node.turns)
     if look and turn == 0:
@@ -607,6 +629,23 @@ def demonstrate(task: Task, node, seed) -> str:
     }[name])
 
 
+def _deep(node, name: str) -> str:
+    """The message of a script for a task of kind deep. Nodes with a REPL: each (a child for every
+    part), firsts (one for the first part of every part), one (only the first part), alone (all of
+    the context), forget (never call FINAL). Plain completions read a paragraph: right (the meaning
+    of its word) or none."""
+    if node.kind == "llm":
+        known = [w for w in node.turns[1].text.split() if w in haystacks.DICTIONARY]
+        return haystacks.DICTIONARY[known[0]] if known and name == "right" else "none"
+    return _block({
+        "each": "FINAL(rlm_query_batched('Translate.', context))",
+        "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",
+        "one": "FINAL(rlm_query('Translate.', context[0]))",
+        "alone": "FINAL(context)",
+        "forget": "print(len(context))",
+    }[name])
+
+
 def keyword(task: Task) -> str:
     """The word in quotes in the question; else its longest word that occurs in the context."""
     quoted = re.search(r'"([^"\n]+)"', task.query)
@@ -622,6 +661,8 @@ def oracle(task: Task, node, seed=0) -> str:
     its question was generated. Raises ValueError for tasks from a file."""
     if not task.id.startswith(f"{task.kind}-"):
         raise ValueError(f"{task.id}: the oracle knows generated questions only")
+    if task.kind == "deep":
+        return _deep(node, "right" if node.kind == "llm" else "each")
     asked = next((t.text for t in node.turns if t.role == "user"), "")
     return _block(haystacks.oracle_code(task.kind, task.query, asked, node.depth))
 
@@ -630,6 +671,44 @@ def keyword_script(task: Task, node, seed=0) -> str:
     """The assistant message of the floor: find one word of the question, answer with what is
     found there; nobody is asked, nothing is counted."""
     return _block(haystacks.keyword_code(task.kind, task.query, keyword(task)))
+
+
+# ---------------------------------------------------------------------------------------------
+# What a policy may do instead of the task
+
+DEGENERATE = ("echo", "flood", "constant", "endless", "at_once")
+
+
+def degenerate_script(name: str, task: Task, node) -> str:
+    """The message of a node that does the same whatever it was asked: return its context, ask
+    more children than the tree may have, say a constant, never end, or end with nothing."""
+    whole = "list(context.values())" if isinstance(task.context, dict) and not node.path else (
+        "context")
+    return _block({"echo": f"FINAL({whole})",
+                   "flood": "FINAL(rlm_query_batched(['Go.'] * 99))",
+                   "constant": "FINAL('The')",
+                   "endless": "print(len(context))",
+                   "at_once": "FINAL('')"}[name])
+
+
+def degenerate(task: Task, root) -> str:
+    """Which of DEGENERATE a finished tree is, however it came about; "" for none of them.
+
+    echo: the answer holds the whole context. flood: more than three children, all opened with the
+    same words. constant, at_once: nobody asked and the context never named, with an answer or
+    with none. endless: no message calls FINAL."""
+    said = [turn.text for turn in root.turns if turn.role == "assistant"]
+    if not any("FINAL" in text for text in said):
+        return "endless"
+    texts = list(task.context.values()) if isinstance(task.context, dict) else task.context
+    found = set(strings_in(root.answer))
+    if found.issuperset(strings_in(texts)):
+        return "echo"
+    if len(root.children) > 3 and len({c.turns[1].text for c in root.children}) == 1:
+        return "flood"
+    if root.end != "final" or root.children or any("context" in text for text in said):
+        return ""
+    return "constant" if found else "at_once"
 
 
 def _block(code: str) -> str:

@@ -34,7 +34,7 @@ import sys
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
@@ -68,6 +68,9 @@ class RunConfig:
     seed: int = flag(0, "seed of weights, questions and sampling")
     model: str = flag("", "checkpoint to start from; empty: make a tiny one")
     data: str = flag("", "JSONL file of questions; empty: generate them")
+    task: str = flag("evidence", "kind of generated questions: evidence, or deep, where two levels "
+                                 "of children are needed")
+    max_depth: int = flag(0, "nodes to this depth have a REPL; 0: what rlm.json says")
     ablation: str = flag("", "run this set of configurations (ablation.py) under --out, and stop")
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out")
@@ -89,6 +92,8 @@ class WarmupConfig:
     warmup_rows: int = flag(32, "nodes in a supervised step", 1)
     warmup: str = flag("", "JSONL file of trees (eval.py --save) to learn from in place of scripts")
     warmup_score: float = flag(0.0, "trees of --warmup that scored no more are left out")
+    warmup_degenerate: str = flag("", "half of the scripted trees do this instead of the task: "
+                                      f"{', '.join(tasks.DEGENERATE)}")
     warmup_lr: float = flag(3e-3, "peak learning rate of the warm-up")
 
 
@@ -133,6 +138,10 @@ TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_att
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
+# deep: a node has one message with room for one call, to two children at most, and a window
+# that a paragraph fits into, but not two.
+TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=64, max_nodes=15,
+                    limits=replace(TINY_RLM.limits, queries=2))
 
 
 def main() -> None:
@@ -184,6 +193,7 @@ class Trainer:
             config = Qwen3Config.read(os.path.join(base, "config.json"))
             self.tokenizer = Tokenizer.from_pretrained(start)
             self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
+            self.config = replace(self.config, max_depth=run.max_depth or self.config.max_depth)
             self.frozen = frozen_dtype(base if in_grpo else run.model or base)
             self.plan = make_plan(config, self.config.window, self.frozen, update, world)
             print(self.plan.table())
@@ -211,6 +221,11 @@ class Trainer:
         run, update = self.run, self.update_config
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
+        if run.task not in tasks.TRAINED:
+            raise ValueError(f"--task is {run.task!r}; it can be {' or '.join(tasks.TRAINED)}")
+        if self.warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
+            raise ValueError(f"--warmup-degenerate is {self.warm.warmup_degenerate!r}; it can be "
+                             f"{', '.join(tasks.DEGENERATE)}")
         if update.tiny_lora and not update.lora_rank:
             raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
         if update.tiny_lora and self.world.size > 1:
@@ -224,7 +239,7 @@ class Trainer:
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
         else:
-            self.heldout = evaluation.heldout_tasks(run.heldout)
+            self.heldout = evaluation.heldout_tasks(run.heldout, kind=run.task)
         if run.model:
             Qwen3Config.read(os.path.join(run.model, "config.json"))
 
@@ -302,7 +317,7 @@ class Trainer:
         if self.run.resume:
             print(f"{out}: no checkpoint yet, starting afresh")
         return self.run.model or make_tiny(os.path.join(out, "init"), self.run.seed,
-                                           self.questions)
+                                           self.questions, self.run.task)
 
     def clear(self) -> None:
         """Start the output directory afresh, now that everything was read without an error."""
@@ -346,7 +361,7 @@ class Trainer:
             raise
         self.save_checkpoint()
         self.score("heldout_final", self.heldout)
-        if not self.run.data:
+        if not self.run.data and self.run.task == "evidence":
             self.score("heldout_4x", evaluation.heldout_tasks(self.run.heldout, times=4))
         self.finish(window, context)
 
@@ -361,7 +376,8 @@ class Trainer:
             trees = teacher_trees(c.warmup, c.warmup_score, self.tokenizer)
         else:
             questions = [self.question("warmup", i) for i in range(c.warmup_trees)]
-            trees = demonstrations(questions, self.tokenizer, self.config, self.run.seed)
+            trees = demonstrations(questions, self.tokenizer, self.config, self.run.seed,
+                                   c.warmup_degenerate)
         nodes = [node for r in trees for node in r.root.walk()
                  if node.sampled and len(node.ids) <= self.config.window]
         if not nodes:
@@ -592,7 +608,7 @@ class Trainer:
     def question(self, phase: str, i: int) -> tasks.Task:
         """The i-th question of a phase: generated, or an epoch-wise shuffle of the data's."""
         if self.questions is None:
-            return tasks.make_task("evidence", random.Random(f"{self.run.seed} {phase} {i}"),
+            return tasks.make_task(self.run.task, random.Random(f"{self.run.seed} {phase} {i}"),
                                    papers=evaluation.PAPERS)
         epoch, at = divmod(i, len(self.questions))
         order = list(range(len(self.questions)))
@@ -806,12 +822,14 @@ def sizes(path: str) -> dict[str, int]:
             for at, _, names in os.walk(path) for name in names}
 
 
-def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None) -> str:
+def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,
+              kind: str = "evidence") -> str:
     """A checkpoint made from nothing: a tokenizer trained on scripted trees and their papers, and
     a small Qwen3 with random weights."""
-    some = (questions or [tasks.make_task("evidence", random.Random(f"tokenizer {i}"))
+    some = (questions or [tasks.make_task(kind, random.Random(f"tokenizer {i}"))
                           for i in range(192)])[:192]
-    trees = demonstrations(some, None, TINY_RLM, seed="tokenizer")
+    config = TINY_DEEP if kind == "deep" else TINY_RLM
+    trees = demonstrations(some, None, config, seed="tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for r in trees for node in r.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -819,22 +837,22 @@ def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None) -> str:
     model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY))
     model.save_pretrained(path)
     tokenizer.save(path)
-    TINY_RLM.save(os.path.join(path, "rlm.json"))
+    config.save(os.path.join(path, "rlm.json"))
     return path
 
 
 def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None, config: RLMConfig,
-                   seed) -> list[Rollout]:
+                   seed, degenerate: str = "") -> list[Rollout]:
     """Scripted trees, run through the real REPL and the real rollout: what is learnt is what
-    will be executed. A tree's scripts are drawn from (seed, its number)."""
-    async def policy_for(number: int, task: tasks.Task, node: Node, key) -> Completion:
-        text = tasks.demonstrate(task, node, (seed, number))
-        ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
-        return Completion(text, tuple(ids), (0.0,) * len(ids))
-
+    will be executed. A tree's scripts are drawn from (seed, its number); with `degenerate` every
+    second tree does that instead."""
     async def policy(node, max_tokens, key):
         number = key[-3]
-        return await policy_for(number, questions[number], node, key)
+        task = questions[number]
+        text = (tasks.degenerate_script(degenerate, task, node) if degenerate and number % 2
+                else tasks.demonstrate(task, node, (seed, number)))
+        ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
+        return Completion(text, tuple(ids), (0.0,) * len(ids))
 
     with tqdm(total=len(questions), desc="scripts", leave=False, disable=None) as bar:
         return asyncio.run(rlm.collect(questions, policy, tokenizer, config, (), at_once=32,
@@ -864,6 +882,7 @@ def describe(rollouts: list[Rollout]) -> dict:
     for r in scored:
         groups.setdefault(r.group, []).append(r.reward)
     n = len(scored)
+    kinds = Counter(tasks.degenerate(r.task, r.root) for r in scored)
     return {
         "reward": sum(r.reward for r in scored) / n,
         "flat": sum(max(g) - min(g) < 1e-9 for g in groups.values()) / len(groups),
@@ -876,6 +895,7 @@ def describe(rollouts: list[Rollout]) -> dict:
         "errors": sum(len(node.errors) for node in nodes) / n,
         "block_s": sum(node.repl_seconds for node in nodes) / n,
         "ends": dict(Counter(r.root.end for r in scored).most_common()),
+        "degenerate": {name: kinds[name] / n for name in tasks.DEGENERATE if kinds[name]},
     }
 
 

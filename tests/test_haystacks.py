@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import haystacks  # noqa: E402
 import tasks  # noqa: E402
+import train  # noqa: E402
 from haystacks import LABELS, OPENERS, PAIRS, rule_of  # noqa: E402
-from rlm import RLMConfig, as_text, rollout  # noqa: E402
+from rlm import LEAF, RLMConfig, as_text, collect, rollout  # noqa: E402
 from tasks import KINDS, SHORTER, keyword_script, make_task, oracle, reward  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
 from tree import Completion, Node, Turn  # noqa: E402
 
 
@@ -314,6 +317,116 @@ def test_the_keyword_search_is_a_floor(kind):
         assert scores == [1.0] * 6
     else:
         assert sum(scores) / 6 < 0.6
+
+
+# --- deep: what one level can reach, and two ------------------------------------------------------
+
+
+def test_a_deep_question_asks_for_one_word_of_every_paragraph():
+    assert len(set(haystacks.DICTIONARY.values())) == len(haystacks.DICTIONARY) == 60
+    for i in range(50):
+        task = make_task("deep", random.Random(i))
+        words = [p.split() for paper in task.context for section in paper for p in section]
+        assert len(words) == 8 and all(len(w) == 20 for w in words)
+        assert len({w for part in words for w in part}) == 160  # counting them tells nothing
+        known = [[haystacks.DICTIONARY[w] for w in part if w in haystacks.DICTIONARY]
+                 for part in words]
+        assert known == [[meaning] for meaning in task.answer]
+        assert not set(task.answer) & set(str(task.context).split())
+    with pytest.raises(ValueError, match="one size"):
+        make_task("deep", random.Random(0), tokens=2_000)
+
+
+@pytest.fixture(scope="module")
+def deep_tokenizer(tmp_path_factory):
+    some = [make_task("deep", random.Random(f"tokenizer {i}")) for i in range(48)]
+    path = train.make_tiny(str(tmp_path_factory.mktemp("deep") / "init"), 0, some, "deep")
+    return Tokenizer.from_pretrained(path)
+
+
+def deep_score(tokenizer, depth, names):
+    """The mean score where a node at depth d with a REPL follows names[d] and completions read
+    without a mistake; and the trees."""
+    questions = [make_task("deep", random.Random(f"ceiling {i}")) for i in range(4)]
+
+    async def policy(node, max_tokens, key):
+        text = tasks._deep(node, "right" if node.kind == "llm" else names[node.depth])
+        ids = [*tokenizer.encode(text), tokenizer.end_of_turn]
+        assert len(ids) <= max_tokens, text
+        return Completion(text, tuple(ids), (0.0,) * len(ids))
+
+    config = replace(train.TINY_DEEP, max_depth=depth)
+    trees = asyncio.run(collect(questions, policy, tokenizer, config))
+    return sum(r.reward for r in trees) / len(trees), trees
+
+
+def test_one_level_reaches_half_of_a_deep_question_and_two_all(deep_tokenizer):
+    """Every pair of scripts with one level, the right one with two, in the limits of training."""
+    one = {names: deep_score(deep_tokenizer, 1, names)[0]
+           for names in product(tasks.DEEP_SCRIPTS, repeat=2)}
+    assert max(one.values()) == pytest.approx(2 / 3)  # precision 1, recall 1/2
+    assert [n for n, s in one.items() if s > 0.6] == [("each", "firsts"), ("firsts", "each")]
+    assert one["each", "each"] == 0.0  # a section is refused: it fits into no window
+    two, trees = deep_score(deep_tokenizer, 2, ("each",) * 3)
+    assert two == 1.0
+    for tree in trees:
+        nodes = list(tree.root.walk())
+        assert len(nodes) == train.TINY_DEEP.max_nodes
+        assert max(len(n.ids) for n in nodes) < train.TINY_DEEP.window
+
+
+def test_no_limit_of_a_deep_tree_leaves_room_for_more(deep_tokenizer):
+    """Why one level cannot reach more: a message holds one call, which may ask two; a plain
+    completion holds one paragraph; what is printed is never seen."""
+    config, encode = train.TINY_DEEP, deep_tokenizer.encode
+    assert config.max_turns == 1 and config.limits.queries == 2
+    ask = "rlm_query_batched('Translate.',context[0])"
+    assert len(encode(f"```repl\nx={ask}\nFINAL([x,{ask}])\n```")) > config.turn_tokens
+    for i in range(20):
+        first, second = make_task("deep", random.Random(i)).context[0][0]
+        one, both = (len(deep_tokenizer.open(LEAF, f"Translate.\n\n{text}"))
+                     for text in (first, f"{first} {second}"))
+        assert one + 3 <= config.window < both
+
+
+# --- what a policy might do instead ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "deep"))
+def test_nothing_degenerate_beats_the_honest_script(kind):
+    """Through the real REPL, in trees of at most eight nodes; on copy the echo is the answer."""
+    questions = made(kind, 2) if kind != "deep" else [
+        make_task(kind, random.Random(i)) for i in range(2)]
+    depth = 2 if kind == "deep" else 1
+    honest = [reward(t, play(t, oracle, max_depth=depth).answer) for t in questions]
+    assert honest == [1.0] * 2
+    for name in tasks.DEGENERATE:
+        roots = [play(t, lambda task, node, seed: tasks.degenerate_script(name, task, node),
+                      max_depth=depth, max_nodes=8, max_turns=3) for t in questions]
+        scores = [reward(t, r.answer) for t, r in zip(questions, roots)]
+        assert sum(scores) / 2 <= (1.0 if (kind, name) == ("copy", "echo") else 0.5), name
+        for task, root in zip(questions, roots):
+            assert tasks.degenerate(task, root) == name
+            assert len(list(root.walk())) <= 8
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "deep"))
+def test_no_constant_answer_pays(kind):
+    """Any one answer to all questions of a kind: a letter is right in a quarter of them."""
+    questions = made(kind, 12) if kind != "deep" else [
+        make_task(kind, random.Random(i)) for i in range(12)]
+    constants = ["The", "A", "e", " of ", "0", "1", "Answer: 1", "[]", [], [[]], LABELS[0],
+                 "Answer: more common than", "January 2023", *map(list, combinations("ABCD", 2)),
+                 *(t.answer for t in questions[:2])]
+    for answer in constants:
+        assert sum(reward(t, answer) for t in questions[2:]) / 10 <= 0.6, answer
+
+
+def test_the_honest_script_is_not_called_degenerate():
+    for kind in (*KINDS, "deep"):
+        task = make_task(kind, random.Random(1))
+        root = play(task, oracle, max_depth=2)
+        assert tasks.degenerate(task, root) == ("echo" if kind == "copy" else "")
 
 
 @pytest.mark.slow

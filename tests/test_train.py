@@ -220,6 +220,8 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
     (["--ablation", "all"], "there are core"),
     (["--sandbox", "maybe"], "require, auto or off"),
     (["--length", "none"], "sequence or constant or batch"),
+    (["--task", "niah"], "evidence or deep"),
+    (["--warmup-degenerate", "lazy"], "echo, flood"),
     (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite"),
 ])
 def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
@@ -289,6 +291,25 @@ def test_heldout_questions_share_no_term_with_training():
     held = {tasks.keyword(t) for t in evaluation.heldout_tasks(128)}
     seen = {tasks.keyword(tasks.make_task("evidence", random.Random(i))) for i in range(2000)}
     assert not held & seen
+
+
+def test_half_of_the_warm_up_may_be_degenerate():
+    questions = [tasks.make_task("evidence", random.Random(i)) for i in range(40)]
+    trees = train.demonstrations(questions, None, train.TINY_RLM, 0, "echo")
+    kinds = [tasks.degenerate(r.task, r.root) for r in trees]
+    assert set(kinds[1::2]) == {"echo"} and kinds[::2].count("echo") < 5
+    assert train.describe(trees)["degenerate"]["echo"] == kinds.count("echo") / 40
+
+
+def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
+    out = tmp_path / "deep"
+    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--out", out) is None
+    assert json.loads((out / "result.json").read_text())["heldout_4x"] is None
+    assert rlm.RLMConfig.load(str(out / "final" / "rlm.json")).max_depth == 2
+    again = tmp_path / "one"
+    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--max-depth", 1, "--model",
+                   out / "warmup", "--warmup-steps", 0, "--out", again) is None
+    assert rlm.RLMConfig.load(str(again / "final" / "rlm.json")).max_depth == 1
 
 
 @pytest.mark.slow
