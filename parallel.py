@@ -20,15 +20,10 @@ import os
 import signal
 import sys
 import time
-import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (get_optimizer_state_dict,
-                                                     set_optimizer_state_dict)
 from torch.distributed.fsdp import (MixedPrecisionPolicy, fully_shard,
                                     register_fsdp_forward_method)
 
@@ -168,30 +163,3 @@ class LeanAdamW(torch.optim.AdamW):
     def cast(state: dict, dtype: torch.dtype) -> None:
         for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
             state[name] = state[name].to(dtype)
-
-
-def save_optimizer(model, optimizer, path: str) -> None:
-    """Through torch's distributed checkpoint, by name of the weight: any number of ranks can read
-    it. Raises OSError."""
-    try:
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
-        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
-                 no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # of all ranks; no Exception, by its type
-        raise OSError(f"{path}: {first(error)}") from None
-
-
-def load_optimizer(model, optimizer, path: str) -> None:
-    """Raises ValueError if it does not fit or cannot be read."""
-    try:
-        state = get_optimizer_state_dict(model, optimizer)
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-        set_optimizer_state_dict(model, optimizer, state)
-    except CheckpointException as error:
-        raise ValueError(f"{path}: {first(error)}") from None
-
-
-def first(error: CheckpointException) -> str:
-    """The first rank's failure, on one line."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {cause}".splitlines()[0]

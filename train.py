@@ -23,7 +23,6 @@ checkpoint appears whole or not at all, and any number of ranks can resume from 
 import argparse
 import asyncio
 import contextlib
-import glob
 import json
 import math
 import os
@@ -45,6 +44,7 @@ import torch  # noqa: E402
 from tqdm import tqdm, trange
 
 import ablation
+import checkpoint
 import eval as evaluation
 import grpo
 import parallel
@@ -55,11 +55,10 @@ import tasks
 from grpo import STATS, GRPOConfig, Row, flag
 from model import Qwen3, Qwen3Config, whole
 from parallel import World
-from repl import Limits
-from rlm import RLMConfig
 from sampler import Sampler
 from tokenizer import Tokenizer
-from tree import Completion, Node, Rollout, read_rollouts, render, write_text
+from tree import Rollout, render, write_text
+from warmup import TINY, TINY_RLM, TINY_VOCABULARY, demonstrations, make_tiny, teacher_trees
 
 
 @dataclass
@@ -128,20 +127,8 @@ class UpdateConfig:
 # What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
 COMPUTE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
-# The tiny model and how its trees may grow; a checkpoint brings both in config.json and rlm.json.
 LR = 5e-4  # of GRPO on all weights
-CHECKPOINTS = "checkpoints"  # directory in --out
 OLDER = 10  # steps between refreshes of the older policy of --cross
-TINY_VOCABULARY = 640
-TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=384, rope_theta=10_000.0)
-TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     tree_tokens=1500, seconds=60.0, style="brief",
-                     limits=Limits(seconds=5.0, output_chars=200))
-# deep: a node has one message with room for one call, to two children at most, and a window
-# that a paragraph fits into, but not two.
-TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=64, max_nodes=15,
-                    limits=replace(TINY_RLM.limits, queries=2))
 
 
 def main() -> None:
@@ -197,7 +184,8 @@ class Trainer:
             self.frozen = frozen_dtype(base if in_grpo else run.model or base)
             self.plan = make_plan(config, self.config.window, self.frozen, update, world)
             print(self.plan.table())
-            if problem := self.plan.problem(warms_up, world.size) or no_room(run.out, self.plan):
+            if problem := (self.plan.problem(warms_up, world.size)
+                           or checkpoint.no_room(run.out, self.plan.checkpoint_bytes)):
                 raise ValueError(problem)
         model, _ = self.plan.parameters
         # A token of attention to T others costs as much as T times this share of all weights.
@@ -210,7 +198,7 @@ class Trainer:
             if in_grpo and update.lora_rank:
                 self.model.load_adapter(os.path.join(start, "adapter"))
         if self.state["step"]:
-            parallel.load_optimizer(self.model, self.optimizer, os.path.join(start, "optimizer"))
+            checkpoint.load_optimizer(self.model, self.optimizer, os.path.join(start, "optimizer"))
         self.started = time.monotonic() - self.state["seconds"]
         with world.together():
             if world.rank == 0:
@@ -302,7 +290,7 @@ class Trainer:
         out = self.run.out
         if os.path.isdir(out) or not self.run.model:
             self.world.take(out)
-        last = last_checkpoint(out) if self.run.resume else None
+        last = checkpoint.last_checkpoint(out) if self.run.resume else None
         self.resumed = last is not None
         if self.resumed:
             with open(os.path.join(last, "state.json"), encoding="utf-8") as file:
@@ -686,29 +674,21 @@ class Trainer:
     def save_model(self, path: str, parts=(), dtype: torch.dtype | None = None,
                    weights: bool = True) -> None:
         """Weights, adapters merged, tokenizer and rlm.json, and what `parts` write into the
-        directory they are given; written aside and renamed: there whole or not at all. Every rank
-        takes part, rank 0 writes."""
-        aside, old, world = path + ".tmp", path + ".old", self.world
-        with world.together():
-            if world.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+        directory they are given; there whole or not at all."""
+        first = self.world.rank == 0
+
+        def text(aside: str) -> None:
+            if first:
                 self.tokenizer.save(aside)
                 self.config.save(os.path.join(aside, "rlm.json"))
-        with world.together():
-            if weights and world.rank == 0:
+
+        def tensors(aside: str) -> None:
+            if weights and first:
                 self.model.save_pretrained(aside, dtype)
-            elif weights:
+            elif weights:  # the others take part in gathering each tensor
                 deque(self.model.merged(), 0)
-        for part in parts:
-            with world.together():
-                part(aside)
-        with world.together():
-            if world.rank == 0:
-                shutil.rmtree(old, ignore_errors=True)
-                if os.path.isdir(path):
-                    os.rename(path, old)
-                os.rename(aside, path)
-                shutil.rmtree(old, ignore_errors=True)
+
+        checkpoint.write_directory(path, [text, tensors, *parts], self.world)
 
     def save_adapter(self, path: str) -> None:
         if self.model.rank:
@@ -720,27 +700,23 @@ class Trainer:
         last few are kept."""
         def optimizer(path: str) -> None:
             if self.state["step"]:  # before, it has nothing to save
-                parallel.save_optimizer(self.model, self.optimizer,
-                                        os.path.join(path, "optimizer"))
+                checkpoint.save_optimizer(self.model, self.optimizer,
+                                          os.path.join(path, "optimizer"))
 
         def state(path: str) -> None:
             if self.world.rank == 0:
                 metrics = os.path.join(self.run.out, "metrics.jsonl")
-                state = self.state | {"seconds": self.elapsed(), "files": sizes(path),
+                state = self.state | {"seconds": self.elapsed(), "files": checkpoint.sizes(path),
                                       "metrics": os.path.getsize(metrics)
                                       if os.path.exists(metrics) else 0}
                 write_text(os.path.join(path, "state.json"), json.dumps(state, indent=2))
 
-        place = os.path.join(self.run.out, CHECKPOINTS)
-        path = os.path.join(place, f"{self.state['phase']}-{self.state['step']:06}")
+        path = checkpoint.place(self.run.out, self.state["phase"], self.state["step"])
         if os.path.isdir(path):  # the same: all that is random comes from phase and step
             return
         self.save_model(path, [self.save_adapter, optimizer, state], weights=not self.model.rank)
         if self.world.rank == 0:
-            keep = checkpoints(self.run.out)[-self.run.keep_last:]
-            for name in os.listdir(place):
-                if os.path.join(place, name) not in keep:
-                    shutil.rmtree(os.path.join(place, name), ignore_errors=True)
+            checkpoint.keep_last(self.run.out, self.run.keep_last)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -778,100 +754,6 @@ def facts(flags: dict) -> dict:
     return {"flags": json.dumps(flags, sort_keys=True), "code": evaluation.digest(code),
             "torch": torch.__version__,
             "device": kind and f"{kind.name}, {kind.total_memory >> 30} GiB"}
-
-
-def no_room(out: str, plan: plan.Plan) -> str | None:
-    """None if three checkpoints fit on the disk, else one line."""
-    while not os.path.isdir(out):
-        out = os.path.dirname(os.path.abspath(out))
-    need, free = 3 * plan.checkpoint_bytes, shutil.disk_usage(out).free
-    return (f"{out}: {free / 1e9:.1f} GB are free, three checkpoints need {need / 1e9:.1f}"
-            if need > free else None)
-
-
-def checkpoints(out: str) -> list[str]:
-    """Those of a run that were written whole, the oldest first."""
-    found = glob.glob(os.path.join(out, CHECKPOINTS, "*-[0-9][0-9][0-9][0-9][0-9][0-9]"))
-    return sorted(found, key=lambda path: (os.path.basename(path).startswith("grpo"), path))
-
-
-def last_checkpoint(out: str) -> str | None:
-    """The last one that is whole, None if there is none at all. Raises ValueError if all are
-    damaged."""
-    found = checkpoints(out)
-    for path in reversed(found):
-        try:
-            with open(os.path.join(path, "state.json"), encoding="utf-8") as file:
-                files = json.load(file)["files"]
-        except (OSError, ValueError, KeyError):
-            files = {"state.json": 0}
-        now = sizes(path)
-        damaged = [name for name, size in files.items() if now.get(name) != size]
-        if not damaged:
-            return path
-        print(f"{path}: damaged ({', '.join(damaged)}), looking for one before", file=sys.stderr)
-    if found:
-        raise ValueError(f"{found[-1]}: every checkpoint is damaged; without --resume the run "
-                         "starts afresh")
-    return None
-
-
-def sizes(path: str) -> dict[str, int]:
-    """Bytes of each file below a directory."""
-    return {os.path.relpath(os.path.join(at, name), path): os.path.getsize(os.path.join(at, name))
-            for at, _, names in os.walk(path) for name in names}
-
-
-def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,
-              kind: str = "evidence") -> str:
-    """A checkpoint made from nothing: a tokenizer trained on scripted trees and their papers, and
-    a small Qwen3 with random weights."""
-    some = (questions or [tasks.make_task(kind, random.Random(f"tokenizer {i}"))
-                          for i in range(192)])[:192]
-    config = TINY_DEEP if kind == "deep" else TINY_RLM
-    trees = demonstrations(some, None, config, seed="tokenizer")
-    texts = [f"{turn.role}\n{turn.text}" for r in trees for node in r.root.walk()
-             for turn in node.turns]
-    tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
-    torch.manual_seed(seed)
-    model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY))
-    model.save_pretrained(path)
-    tokenizer.save(path)
-    config.save(os.path.join(path, "rlm.json"))
-    return path
-
-
-def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None, config: RLMConfig,
-                   seed, degenerate: str = "") -> list[Rollout]:
-    """Scripted trees, run through the real REPL and the real rollout: what is learnt is what
-    will be executed. A tree's scripts are drawn from (seed, its number); with `degenerate` every
-    second tree does that instead."""
-    async def policy(node, max_tokens, key):
-        number = key[-3]
-        task = questions[number]
-        text = (tasks.degenerate_script(degenerate, task, node) if degenerate and number % 2
-                else tasks.demonstrate(task, node, (seed, number)))
-        ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
-        return Completion(text, tuple(ids), (0.0,) * len(ids))
-
-    with tqdm(total=len(questions), desc="scripts", leave=False, disable=None) as bar:
-        return asyncio.run(rlm.collect(questions, policy, tokenizer, config, (), at_once=32,
-                                       on_done=lambda _: bar.update()))
-
-
-def teacher_trees(path: str, score: float, tokenizer: Tokenizer) -> list[Rollout]:
-    """The saved trees fit to learn from: an answer, no REPL error anywhere, a reward above
-    `score`; with ids of this tokenizer. Raises ValueError if there are none."""
-    saved = read_rollouts(path, tasks.Task)
-    trees = [r for r in saved if not r.failed and r.reward > score and r.root.end == "final"
-             and not any(node.errors for node in r.root.walk())]
-    if not trees:
-        raise ValueError(f"{path}: none of its {len(saved)} trees ended with an answer, without an "
-                         f"error, with a reward above {score:g}")
-    print(f"{path}: {len(trees)} of {len(saved)} trees are fit to learn from")
-    for r in trees:
-        rlm.encode_tree(r.root, tokenizer)
-    return trees
 
 
 def describe(rollouts: list[Rollout]) -> dict:

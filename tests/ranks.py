@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 import grpo  # noqa: E402
 import train  # noqa: E402
+import warmup  # noqa: E402
 from model import Qwen3, Qwen3Config, whole  # noqa: E402
 from parallel import World  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
@@ -27,7 +28,7 @@ def make_model(path):
     torch.manual_seed(0)
     Qwen3(Qwen3Config(tokenizer.vocab_size, 32, 48, 2, 4, 2, 8, 384)).save_pretrained(path)
     tokenizer.save(path)
-    train.TINY_RLM.save(f"{path}/rlm.json")
+    warmup.TINY_RLM.save(f"{path}/rlm.json")
 
 
 def trees(step):

@@ -17,6 +17,7 @@ import rlm
 from repl import REPLError
 import tasks
 import train
+import warmup
 from methods import answer, bm25, cut, flat, rlm_config, sentences
 from rlm import RLMConfig
 from tasks import Task
@@ -397,7 +398,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypa
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
     some = [tasks.make_task("evidence", random.Random(i)) for i in range(24)]
-    return train.make_tiny(str(tmp_path_factory.mktemp("tiny") / "init"), 0, some)
+    return warmup.make_tiny(str(tmp_path_factory.mktemp("tiny") / "init"), 0, some)
 
 
 def test_saved_trees_encode_to_the_ids_of_their_rollout(command, tmp_path, tiny_model):
@@ -425,13 +426,13 @@ def test_the_warm_up_takes_trees_without_errors_and_above_a_score(command, tmp_p
     lines[3]["root"]["end"] = "turns"
     path.write_text("\n".join(map(json.dumps, lines)))
     tokenizer = Tokenizer.from_pretrained(tiny_model)
-    kept = train.teacher_trees(str(path), 0.5, tokenizer)
+    kept = warmup.teacher_trees(str(path), 0.5, tokenizer)
     assert [r.task.id for r in kept] == [line["task"]["id"] for line in lines[4:]]
     with pytest.raises(ValueError, match="none of its 6 trees"):
-        train.teacher_trees(str(path), 1.0, tokenizer)
+        warmup.teacher_trees(str(path), 1.0, tokenizer)
     bad.write_text("{}")
     with pytest.raises(ValueError, match="line 1: not a rollout"):
-        train.teacher_trees(str(bad), 0.0, tokenizer)
+        warmup.teacher_trees(str(bad), 0.0, tokenizer)
 
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import haystacks  # noqa: E402
 import tasks  # noqa: E402
-import train  # noqa: E402
+import warmup  # noqa: E402
 from haystacks import LABELS, OPENERS, PAIRS, rule_of  # noqa: E402
 from rlm import LEAF, RLMConfig, as_text, collect, rollout  # noqa: E402
 from tasks import KINDS, SHORTER, keyword_script, make_task, oracle, reward  # noqa: E402
@@ -340,7 +340,7 @@ def test_a_deep_question_asks_for_one_word_of_every_paragraph():
 @pytest.fixture(scope="module")
 def deep_tokenizer(tmp_path_factory):
     some = [make_task("deep", random.Random(f"tokenizer {i}")) for i in range(48)]
-    path = train.make_tiny(str(tmp_path_factory.mktemp("deep") / "init"), 0, some, "deep")
+    path = warmup.make_tiny(str(tmp_path_factory.mktemp("deep") / "init"), 0, some, "deep")
     return Tokenizer.from_pretrained(path)
 
 
@@ -355,7 +355,7 @@ def deep_score(tokenizer, depth, names):
         assert len(ids) <= max_tokens, text
         return Completion(text, tuple(ids), (0.0,) * len(ids))
 
-    config = replace(train.TINY_DEEP, max_depth=depth)
+    config = replace(warmup.TINY_DEEP, max_depth=depth)
     trees = asyncio.run(collect(questions, policy, tokenizer, config))
     return sum(r.reward for r in trees) / len(trees), trees
 
@@ -371,14 +371,14 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all(deep_tokenizer):
     assert two == 1.0
     for tree in trees:
         nodes = list(tree.root.walk())
-        assert len(nodes) == train.TINY_DEEP.max_nodes
-        assert max(len(n.ids) for n in nodes) < train.TINY_DEEP.window
+        assert len(nodes) == warmup.TINY_DEEP.max_nodes
+        assert max(len(n.ids) for n in nodes) < warmup.TINY_DEEP.window
 
 
 def test_no_limit_of_a_deep_tree_leaves_room_for_more(deep_tokenizer):
     """Why one level cannot reach more: a message holds one call, which may ask two; a plain
     completion holds one paragraph; what is printed is never seen."""
-    config, encode = train.TINY_DEEP, deep_tokenizer.encode
+    config, encode = warmup.TINY_DEEP, deep_tokenizer.encode
     assert config.max_turns == 1 and config.limits.queries == 2
     ask = "rlm_query_batched('Translate.',context[0])"
     assert len(encode(f"```repl\nx={ask}\nFINAL([x,{ask}])\n```")) > config.turn_tokens

@@ -16,6 +16,7 @@ from test_train import SHORT, command
 
 import grpo
 import parallel
+import checkpoint
 import train
 from parallel import Agreed, LeanAdamW, World
 
@@ -158,25 +159,25 @@ def saved(tmp_path):
 
 
 def names(out):
-    return [os.path.basename(path) for path in train.checkpoints(out)]
+    return [os.path.basename(path) for path in checkpoint.checkpoints(out)]
 
 
 def test_the_last_whole_checkpoint_is_taken(saved, capsys):
     assert names(saved) == ["grpo-000001", "grpo-000002"]
-    assert train.last_checkpoint(saved).endswith("grpo-000002")
+    assert checkpoint.last_checkpoint(saved).endswith("grpo-000002")
     (saved / "checkpoints" / "grpo-000003.tmp").mkdir()  # killed while it was written
-    assert train.last_checkpoint(saved).endswith("grpo-000002")
+    assert checkpoint.last_checkpoint(saved).endswith("grpo-000002")
     weights = saved / "checkpoints" / "grpo-000002" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
-    assert train.last_checkpoint(saved).endswith("grpo-000001")
+    assert checkpoint.last_checkpoint(saved).endswith("grpo-000001")
     assert "grpo-000002: damaged (model.safetensors)" in capsys.readouterr().err
     (saved / "checkpoints" / "grpo-000001" / "state.json").write_text("{")
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
-        train.last_checkpoint(saved)
+        checkpoint.last_checkpoint(saved)
     weights.write_bytes(whole)
-    assert train.last_checkpoint(saved).endswith("grpo-000002")
-    assert train.last_checkpoint(saved.parent) is None
+    assert checkpoint.last_checkpoint(saved).endswith("grpo-000002")
+    assert checkpoint.last_checkpoint(saved.parent) is None
 
 
 def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkeypatch):

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import ablation
+import checkpoint
 import eval as evaluation
 import grpo
 import plan
 import rlm
 import tasks
 import train
+import warmup
 from grpo import STATS
 from model import Qwen3
 from sampler import Sampler
@@ -62,7 +64,7 @@ def test_a_run_leaves_a_model_a_result_and_metrics(finished):
     steps = [row for row in rows if row["phase"] == "grpo"]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["gap_max"] < 1e-4 for row in steps)  # float32: sampler and trainer agree
-    assert rlm.RLMConfig.load(finished / "final" / "rlm.json") == train.TINY_RLM
+    assert rlm.RLMConfig.load(finished / "final" / "rlm.json") == warmup.TINY_RLM
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monkeypatch):
@@ -80,7 +82,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monk
         patch.setattr(rlm, "collect", interrupted)
         assert "--resume" in command(train, patch, *SHORT, "--out", out)
     assert not (out / "result.json").exists()
-    state = json.loads(Path(train.last_checkpoint(out), "state.json").read_text())
+    state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
     assert command(train, monkeypatch, "--out", out, "--resume") is None  # flags from run.json
     whole, resumed = weights(finished / "final"), weights(out / "final")
@@ -137,7 +139,7 @@ def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finishe
     trainer.end_warmup()
     trainer.make_reference()
     task = tasks.make_task("evidence", random.Random(0))
-    trees = train.demonstrations([task] * 8, trainer.tokenizer, trainer.config, 0)
+    trees = warmup.demonstrations([task] * 8, trainer.tokenizer, trainer.config, 0)
     assert len({r.reward for r in trees}) > 2 and any(r.root.children for r in trees)
     before = {name: w.clone() for name, w in trainer.model.named_parameters()}
     m = trainer.update(trees, 3)
@@ -295,7 +297,7 @@ def test_heldout_questions_share_no_term_with_training():
 
 def test_half_of_the_warm_up_may_be_degenerate():
     questions = [tasks.make_task("evidence", random.Random(i)) for i in range(40)]
-    trees = train.demonstrations(questions, None, train.TINY_RLM, 0, "echo")
+    trees = warmup.demonstrations(questions, None, warmup.TINY_RLM, 0, "echo")
     kinds = [tasks.degenerate(r.task, r.root) for r in trees]
     assert set(kinds[1::2]) == {"echo"} and kinds[::2].count("echo") < 5
     assert train.describe(trees)["degenerate"]["echo"] == kinds.count("echo") / 40
