@@ -21,17 +21,13 @@ known before any forward pass and a token's contribution is weight * min(...), s
 depend on how rows are cut into micro-batches, or which rank computes them. A micro-batch is a pack:
 rows one after another without padding, each of which sees only itself. pi_old are the trainer's
 own log-probabilities before the update: rho = 1 on the first update of a batch. That the sampler's
-differ a little (precision, kernels; or an older policy sampled the tree) is a separate weight
-pi_old / pi_sampler, truncated (as in TIS) and detached. GRPOConfig's fields are the switches, each
-with its source.
+differ (precision, kernels, an older policy) is a separate weight pi_old / pi_sampler, truncated as
+in TIS and detached. GRPOConfig has the switches; one default differs: 1/|y| is a constant.
 
-Two other methods are the same loss with other advantages. Rejection sampling (`filter`): 1 for
-a tree that scored enough, 0 for the others. DPO (2305.18290): where rho = 1, the gradient of
--log sigmoid(beta m) for a pair of trees, m = log pi/pi_ref of the better minus that of the worse,
-is the policy gradient with the advantages +-beta sigmoid(-beta m).
-
-The defaults differ from the equations in one place: 1/|y| is a constant. Left out: a value
-function. Everything here is torch and tree.py; the model is the caller's.
+Two other methods are this loss with other advantages. Rejection sampling (`filter`): 1 for trees
+that scored enough. DPO (2305.18290): where rho = 1, the gradient of -log sigmoid(beta m) for a pair
+of trees, m = log pi/pi_ref of the better minus that of the worse, is the policy gradient with the
+advantages +-beta sigmoid(-beta m). Left out: a value function.
 """
 import math
 import random
@@ -73,10 +69,8 @@ class GRPOConfig:
     gap_max: float = flag(2.0, "truncation of pi_old / pi_sampler (TIS)")
     overlong: str = flag("keep", "trees cut off by a limit. keep: scored as they are; mask: in the "
                                  "baseline, not trained (DAPO); punish: 0.5 less reward")
-    own: float = flag(0.0, "share of a child's advantage that comes from its own score, where the "
-                           "task has one")
-    process: float = flag(0.0, "advantage for a turn with a valid block and no error, at most half "
-                               "of the answer's (Agent-R1, 2511.14460)")
+    own: float = flag(0.0, "share of a child's advantage that its own score gives, if it has one")
+    process: float = flag(0.0, "advantage of a turn without an error (Agent-R1, 2511.14460)")
     keep: float = flag(0.5, "score from which --objective filter learns from a tree")
     dpo_beta: float = flag(0.1, "beta of DPO")
 
@@ -91,23 +85,22 @@ class GRPOConfig:
             if getattr(self, name) not in allowed.split():
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it can be "
                                  f"{' or '.join(allowed.split())}")
-        below = self.children != "mean" or self.discount != 1 or self.own > 0
+        below = self.children != "mean" or self.discount != 1  # what weights children
         for wrong, why in (
                 (self.own > 1, "own is a share, at most 1"),
                 (self.clip_low >= 1, "clip_low is below 1"),
-                (self.credit == "root" and below, "credit root trains no children: children, "
-                 "discount and own have no effect"),
-                (self.length == "batch" and (self.children != "mean" or self.discount != 1),
+                (self.credit == "root" and (below or self.own > 0),
+                 "credit root trains no children: children, discount and own have no effect"),
+                (self.length == "batch" and below,
                  "length batch weights all tokens alike: children and discount have no effect"),
-                (self.process > 0 and self.overlong == "mask", "process would train the trees that "
-                 "overlong mask keeps out"),
-                (self.objective != "grpo" and (self.own > 0 or self.process > 0
-                                               or self.std == "off"),
+                (self.process > 0 and self.overlong == "mask",
+                 "process would train the trees that overlong mask keeps out"),
+                (self.objective != "grpo" and (self.own or self.process or self.std == "off"),
                  f"{self.objective} has no baseline: own, process and std have no effect"),
-                (self.objective == "dpo" and (self.updates > 1 or self.kl > 0
+                (self.objective == "dpo" and (self.updates > 1 or self.kl
                                               or self.length != "constant"),
-                 "dpo has its own reference and no length weight, and its advantages hold for one "
-                 "update: updates, kl and length have no effect")):
+                 "dpo has a reference, no length weight and advantages that hold for one update: "
+                 "kl, length and updates have no effect")):
             if wrong:
                 raise ValueError(why)
 
@@ -117,7 +110,6 @@ class GRPOConfig:
 
     @property
     def needs_old(self) -> bool:
-        """Whether pi_old has to be computed before the first update; else it is pi itself."""
         return self.updates > 1 or self.objective == "dpo"
 
 
@@ -175,11 +167,10 @@ def relative(values: list[float], config: GRPOConfig) -> list[float]:
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, list[float]]:
     """The advantage of each sampled turn of each node: its root's, and what goes beyond it.
 
-    own      A = (1 - own) * A_root + own * A_own for nodes that have a score of their own
-             (Node.score), A_own being relative to all such nodes of the group
-    process  plus process * (v_t - mean v), v_t = 1 for a turn with a valid block and no error, the
-             mean over the group's turns; limited to |A| / 2, so that it never outweighs the
-             answer; where the answer says nothing (A = 0) it stands alone
+    own      A = (1 - own) * A_root + own * A_own for nodes with a score of their own (Node.score),
+             A_own being relative to all of them in the group
+    process  plus process * (v_t - mean v), v_t = 1 for a turn with a valid block and no error;
+             at most |A| / 2, so that it never outweighs the answer, unless that says nothing
     """
     result = {}
     scored, turns = defaultdict(list), defaultdict(list)
@@ -241,11 +232,10 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
     for node, weight, group in nodes:
         if not any(worth[node]) and not config.kl:
             continue
-        scale = {"sequence": weight / node.sampled / len(trees),
-                 "constant": weight / config.length_constant / len(trees),
-                 "batch": 1 / tokens}[config.length]
-        if config.objective == "dpo":
-            scale = weight
+        scale = weight if config.objective == "dpo" else {
+            "sequence": weight / node.sampled / len(trees),
+            "constant": weight / config.length_constant / len(trees),
+            "batch": 1 / tokens}[config.length]
         sampled = [turn for turn in node.turns if turn.logprobs is not None]
         flat = [a for a, turn in zip(worth[node], sampled) for _ in turn.ids]
         rows.append(Row(node.ids, node.mask, node.logprobs, flat, scale, node.depth, pairs[group]))
@@ -258,25 +248,20 @@ def micro_batches(rows: list[Row], max_tokens: int, square: float = 0.0, rank: i
     own). Every rank gets as many packs; some are empty where there is too little to share.
 
     A row of T tokens costs T (1 + square T), the second term being attention. The longest first,
-    each goes to the cheapest pack that has room; packs of similar cost go to the ranks side by
-    side, because they run in step.
-    """
+    each goes to the cheapest pack with room; packs of similar cost run in step on the ranks."""
     def cost(row: Row) -> float:
         return len(row.ids) * (1 + square * len(row.ids))
 
-    tokens = sum(len(row.ids) for row in rows)
-    least = max(-(-tokens // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
+    def tokens(some: list[Row]) -> int:
+        return sum(len(row.ids) for row in some)
+
+    least = max(-(-tokens(rows) // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
     packs = [[] for _ in range(min(-(-least // ranks) * ranks, len(rows)))]
-    room, costs = [max_tokens] * len(packs), [0.0] * len(packs)
     for row in sorted(rows, key=cost, reverse=True):
-        fits = [i for i, free in enumerate(room) if free >= len(row.ids) or not packs[i]]
+        fits = [p for p in packs if not p or tokens(p) + len(row.ids) <= max_tokens]
         if not fits:
-            fits = [len(packs)]
-            packs.append([]), room.append(max_tokens), costs.append(0.0)
-        i = min(fits, key=costs.__getitem__)
-        packs[i].append(row)
-        room[i] -= len(row.ids)
-        costs[i] += cost(row)
+            packs.append([])
+        min(fits or packs[-1:], key=lambda p: sum(map(cost, p))).append(row)
     packs.sort(key=lambda pack: -sum(map(cost, pack)))
     packs += [[] for _ in range(-len(packs) % ranks)]
     return packs[rank::ranks]
@@ -327,9 +312,8 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, t: dict[str, Tensor], c
     """-J over the sampled tokens of a micro-batch, and what to watch.
 
     `t` is what collate returned, with "old" (the trainer's log-probabilities before the update;
-    absent: these very ones) and, for a KL term, "reference", each (N,). The loss of a batch is the
-    sum of the losses of its micro-batches. Returns (loss, stats (len(STATS), depths) with sums
-    over the tokens of each depth, the largest gap to the sampler)."""
+    absent: these very ones) and, for a KL term, "reference", each (N,). Returns (loss, stats
+    (len(STATS), depths): sums over the tokens of each depth, the largest gap to the sampler)."""
     old_N = t.get("old", logprobs_N).detach()
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()
@@ -349,15 +333,15 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, t: dict[str, Tensor], c
         watched = torch.stack([  # in the order of STATS
             torch.ones_like(old_N), ratio_N, (ratio_N * A_N > clipped_N * A_N).to(old_N),
             ratio_N - 1 - log_ratio_N, reference_kl_N, entropies_N, A_N.abs(), gap_N.abs()])
-        deepest = max(t["depths"].tolist(), default=0)  # an empty pack has none
+        deepest = int(t["depths"].max()) if len(old_N) else 0  # an empty pack has no tokens
         stats = torch.zeros(len(STATS), deepest + 1, device=old_N.device)
         stats.index_add_(1, t["depths"], watched.float())
-    return loss, stats, max(gap_N.abs().tolist(), default=0.0)
+    return loss, stats, gap_N.abs().max().item() if len(old_N) else 0.0
 
 
 def own_correlation(rollouts: list[Rollout], advantage: list[float]) -> float | None:
-    """Pearson's correlation between the score of each node that has one and the advantage that it
-    inherits: how well the root's reward says which child did well. None if one is constant."""
+    """Pearson's, of the score of each node that has one and the advantage that it inherits: how
+    well the root's reward says which child did well. None if one of the two is constant."""
     pairs = [(node.score, a) for r, a in zip(rollouts, advantage) if not r.failed
              for node in r.root.walk() if node.score is not None]
     x, y = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).T

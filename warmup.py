@@ -1,7 +1,7 @@
 """What a run starts from: a tiny model made from nothing, and trees to learn the syntax from.
 
-The trees are scripted (tasks.py has the scripts, good and bad ones mixed on purpose) and run through
-the real REPL and the real rollout; or they are a teacher's, saved by eval.py. The supervised steps
+The trees are scripted (tasks.py has the scripts, good and bad ones mixed on purpose) and run
+through the real REPL and the real rollout; or a teacher's, saved by eval.py. The supervised steps
 themselves are in train.py.
 """
 import asyncio
