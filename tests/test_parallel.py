@@ -14,9 +14,9 @@ import ranks
 import torch
 from test_train import SHORT, command
 
+import checkpoint
 import grpo
 import parallel
-import checkpoint
 import train
 from parallel import Agreed, LeanAdamW, World
 
@@ -293,6 +293,57 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(moment, tmp_path, monkeypatc
     assert command(train, monkeypatch, *flags, "--out", out, "--resume") is None
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["phase"] == "grpo"] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_an_infinite_loss_on_one_rank_ends_all_with_one_line(tmp_path, monkeypatch):
+    assert command(train, monkeypatch, *SHORT, "--out", tmp_path / "warm") is None
+    out = tmp_path / "run"
+    script = tmp_path / "victim.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, '.'); import train\n"
+        "old = train.Trainer.backward\n"
+        "def backward(self, t):\n"
+        "    loss, *rest = old(self, t)\n"
+        "    return loss if self.world.rank == 0 else float('inf'), *rest\n"
+        "real = train.Trainer.update\n"
+        "def update(self, rollouts, step):\n"
+        "    for i, r in enumerate(rollouts):\n"
+        "        object.__setattr__(r, 'reward', float(i % 2))\n"
+        "    return real(self, rollouts, step)\n"
+        "train.Trainer.backward, train.Trainer.update = backward, update\n"
+        "train.main()\n")
+    done = subprocess.run([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)), script,
+                           *SHORT, "--warmup-steps", "0", "--model", tmp_path / "warm" / "warmup",
+                           "--out", out], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode
+    assert done.stderr.count("train.py: the loss is inf") == 1  # rank 0 tells it for all
+    whole = checkpoint.last_checkpoint(str(out))  # the weights from before
+    for (_, got), (_, want) in zip(weights(whole), weights(tmp_path / "warm" / "warmup")):
+        assert torch.equal(got, want)
+
+
+def weights(path):
+    return ranks.Qwen3.from_pretrained(str(path)).named_parameters()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_and_the_run_resumes(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = subprocess.Popen([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)),
+                            "train.py", *SHORT, "--steps", "500", "--save-every", "1", "--out",
+                            str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
+                           stderr=subprocess.PIPE, start_new_session=True)
+    while not (out / "checkpoints" / "grpo-000002").exists():
+        assert run.poll() is None
+        time.sleep(0.2)
+    os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode and "--resume" in errors
+    done = len(list((out / "checkpoints").iterdir()))
+    assert done
+    assert command(train, monkeypatch, "--out", out, "--resume", "--steps", 3) is None
+    assert json.loads((out / "result.json").read_text())["heldout_final"] is not None
 
 
 @pytest.mark.slow
