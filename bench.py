@@ -4,7 +4,7 @@ that says what it was measured on, and writes the same figures as JSON.
 One function a benchmark; its docstring says how each figure is measured. A figure is the median of
 its samples, with their quartiles. Figures are compared within one run, never between two machines.
 What the benchmarks need is imported inside them; what only a comparison needs is in
-requirements-bench.txt. Left out so far: train.
+requirements-bench.txt.
 """
 import argparse
 import asyncio
@@ -186,7 +186,117 @@ def sampler(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
                      f"{config.num_hidden_layers} layers, {dtype}, on {where}")
 
 
-BENCHMARKS = {"repl": repl, "sampler": sampler}
+def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
+    """The update, next to a plain transformers training step. Random weights, all of them trained.
+
+    An update is forward, loss, backward, clipping and AdamW (fused in both) over 8 rows; every
+    other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones 32 to 512,
+    spread evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, log-probabilities
+    of sampled tokens in chunks. transformers: 8 rows at a time, padded to the longest, the logits
+    of all tokens at once. Counted are the rows' own tokens.
+
+    equal_tokens_s, mixed_tokens_s       tokens a second of our update.
+    hf_equal_tokens_s, hf_mixed_tokens_s   the same of transformers.
+    update_vs_transformers, packed_vs_padded   their ratios on equal and on mixed rows; both ran
+                         one after the other.
+
+    On a GPU (shape of Qwen3-4B, rows of 4,096 tokens), as well; the figures above are a CPU's all
+    the same:
+    mfu                  flops of an update of all weights from 16 rows, over 989 TFLOP/s times its
+                         seconds, the optimizer's among them. Counted: 6 a weight and token (the
+                         head: a sampled token), and causal attention; not what is recomputed.
+    update_tokens_s, lora_tokens_s    tokens a second of it, and with adapters of rank 16.
+    peak_gib, lora_peak_gib   the most that was allocated; the latter with layers recomputed.
+    plan_over_peak, lora_plan_over_peak   what plan.py says without a sampler, over it.
+    step_sample_s, step_update_s, step_sync_s   a step of 128 trees with 4 children each (the load
+                         of `sampler`) and adapters: all trees, without REPLs; the update from all
+                         their nodes; the sampler's copy refreshed.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import grpo
+    from model import Qwen3, Qwen3Config
+
+    if torch.cuda.is_available():
+        config = Qwen3Config(vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
+                             num_hidden_layers=36, num_attention_heads=32,
+                             num_key_value_heads=8, head_dim=128)
+        on_gpu = device_updates(config, "cuda", row=4096, roots=128)
+    else:
+        on_gpu = {}
+    config = Qwen3Config(vocab_size=32_000, hidden_size=512, intermediate_size=1536,
+                         num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+                         head_dim=64)
+    torch.manual_seed(0)
+    ours = Qwen3(config)
+    raw = config.to_json(torch.float32)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(raw.pop("model_type"), **raw), attn_implementation="sdpa")
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=1e-6, fused=True) for m in (ours, theirs)}
+    loss_config = grpo.GRPOConfig()
+
+    def step(model) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers[model].step()
+        optimizers[model].zero_grad(set_to_none=True)
+
+    def packed(rows) -> None:
+        for pack in grpo.micro_batches(rows, 2048):
+            t = grpo.collate(pack, "cpu")
+            new, entropies = ours.logprobs(t["ids"], t["mask"], t["lengths"])
+            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
+        step(ours)
+
+    def padded(rows) -> None:
+        for part in (rows[i:i + 8] for i in range(0, len(rows), 8)):
+            width = max(len(row.ids) for row in part)
+            ids, mask, real, old, weights = (
+                torch.tensor([value(row) + [0] * (width - len(row.ids)) for row in part])
+                for value in (lambda r: r.ids, lambda r: r.mask, lambda r: [1] * len(r.ids),
+                              lambda r: r.logprobs,
+                              lambda r: [r.weight * r.advantages[0]] * len(r.ids)))
+            logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
+            new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            trust = (new.detach() - old[:, 1:]).exp().clamp(max=loss_config.gap_max)
+            ratio = (new - new.detach()).exp()
+            (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
+        step(theirs)
+
+    samples: dict[str, list[float]] = {}
+    rng = random.Random(0)
+    mixed = [round(32 * 16 ** (i / 7)) for i in range(8)]
+    rng.shuffle(mixed)
+    repeats = 3
+    bar = tqdm(total=4 * repeats, desc="train", leave=False, disable=None)
+    for name, lengths, ratio in (("equal", [256] * 8, "update_vs_transformers"),
+                                 ("mixed", mixed, "packed_vs_padded")):
+        rows = []
+        for n in lengths:
+            mask = [i // 64 % 2 for i in range(n - 1)] + [1]
+            rows.append(grpo.Row([rng.randrange(config.vocab_size) for _ in mask], mask,
+                                 [-10.0 * m for m in mask],
+                                 [rng.choice([-1.0, 1.0])] * sum(mask), 1e-3))
+        for repeat in range(repeats + 1):  # the first is not counted
+            rates = []
+            for label, update in ((name, packed), (f"hf_{name}", padded)):
+                began = time.perf_counter()
+                update(rows)
+                rates.append(sum(lengths) / (time.perf_counter() - began))
+                if repeat:
+                    samples.setdefault(f"{label}_tokens_s", []).append(rates[-1])
+                    bar.update()
+            if repeat:
+                samples.setdefault(ratio, []).append(rates[0] / rates[1])
+    bar.close()
+    threads = torch.get_num_threads()
+    samples |= on_gpu
+    return samples, (f"{sum(p.numel() for p in ours.parameters()) / 1e6:,.0f} M parameters, "
+                     f"{config.num_hidden_layers} layers, float32, on CPU with {threads} threads")
+
+
+BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train}
 
 
 # --- loads for the sampler -------------------------------------------------------------------
@@ -334,6 +444,102 @@ def device_limits(sampler, model, record) -> None:
         total += len(logprobs)
     record("greedy_agreement", agree / total)
     record("logprob_gap", gap / total)
+
+
+def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[float]]:
+    """The figures of `train` that only a GPU has."""
+    import torch
+
+    import grpo
+    import parallel
+    from model import Qwen3
+    from plan import GIB, Plan
+    from sampler import Sampler
+
+    parallel.World()
+    rng, samples = random.Random(0), {}
+    loss_config = grpo.GRPOConfig()
+
+    def record(name: str, value: float) -> None:
+        samples.setdefault(name, []).append(value)
+
+    def seconds(run) -> float:
+        began = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def make_row(ids: list[int]) -> grpo.Row:
+        mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
+        return grpo.Row(ids, mask, [-12.0 * m for m in mask], [1.0] * sum(mask), 1e-4)
+
+    def make(rank: int):
+        with torch.device("meta"):
+            model = Qwen3(config)
+        model.to(torch.bfloat16 if rank else torch.float32)
+        if not rank:  # frozen weights are bfloat16 as they are
+            parallel.shard(model)
+        model.to_empty(device=device)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model["embed_tokens"].weight
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
+        if rank:
+            model.add_lora(rank, 32.0)
+        model.recompute = rank > 0
+        return model, torch.optim.AdamW([w for w in model.parameters() if w.requires_grad],
+                                        lr=1e-6, fused=True)
+
+    def update(model, optimizer, rows) -> None:
+        for pack in grpo.micro_batches(rows, row):
+            t = grpo.collate(pack, device)
+            new, entropies = model.logprobs(t["ids"], t["mask"], t["lengths"])
+            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    rows = [make_row([rng.randrange(config.vocab_size) for _ in range(row)]) for _ in range(16)]
+    table = config.vocab_size * config.hidden_size
+    flops = 0
+    for rank, name, rate in ((0, "", "update_tokens_s"), (16, "lora_", "lora_tokens_s")):
+        plan = Plan(config, row, row, rank, 2, rank > 0, 0, compute=2)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        model, optimizer = make(rank)
+        flops = flops or sum(
+            6 * len(r.ids) * (plan.parameters[0] - table) + 6 * sum(r.mask) * table
+            + 6 * len(r.ids) ** 2 * config.num_hidden_layers * config.num_attention_heads
+            * config.head_dim for r in rows)
+        for repeat in range(4):
+            took = seconds(lambda: update(model, optimizer, rows))
+            if repeat:
+                record(rate, 16 * row / took)
+                if not rank:
+                    record("mfu", flops / took / 989e12)
+        peak = torch.cuda.max_memory_allocated()
+        record(f"{name}peak_gib", peak / GIB)
+        record(f"{name}plan_over_peak", sum(plan.need(sampling=False).values()) / max(1, peak))
+        if not rank:
+            del model, optimizer
+    ours = Sampler(model, memory=0.5 if torch.cuda.is_available() else 1 << 30, batch=96)
+    for repeat in range(4):
+        prompts = [[rng.randrange(config.vocab_size) for _ in range(1000)]
+                   for _ in range(-(-roots // 8))]
+        nodes = [Talk(prompts[i // 8], 3, f"{repeat}.{i}", config.vocab_size,
+                      [Talk(range(500), 2, f"{repeat}.{i}.{j}", config.vocab_size)
+                       for j in range(4)]) for i in range(roots)]
+        sync = seconds(lambda: ours.load(model))
+        sample = seconds(lambda: asyncio.run(converse(ours, nodes)))
+        grown = [make_row(node.ids) for root in nodes for node in (root, *root.children)]
+        learn = seconds(lambda: update(model, optimizer, grown))
+        if repeat:
+            record("step_sample_s", sample)
+            record("step_update_s", learn)
+            record("step_sync_s", sync)
+    return samples
 
 
 # --- helpers ---------------------------------------------------------------------------------

@@ -64,16 +64,20 @@ def heldout_tasks(n: int, seed: int = 0, times: int = 1,
 
 
 def evaluate(questions: list[tasks.Task], policy, tokenizer: Tokenizer, config: RLMConfig,
-             key: tuple = ("eval",), label: str = "held-out") -> tuple[dict, list[Rollout]]:
-    """One tree a question -> (a row for the table, the rollouts in order)."""
+             key: tuple = ("eval",), label: str = "held-out", mine: slice = slice(None),
+             gather=lambda value: [value]) -> tuple[dict, list[Rollout]]:
+    """One tree a question -> (a row for the table, the rollouts in order). Of several ranks each
+    asks its share, `mine`, and `gather` brings those of all."""
     method, done = f"rlm{config.max_depth}", {}
 
     async def one(i: int, task: tasks.Task) -> None:
         done[i] = await ask(method, task, lambda _: policy, tokenizer, config, (*key, i))
         bar.update()
 
-    with tqdm(total=len(questions), desc=label, leave=False, disable=None) as bar:
-        asyncio.run(side_by_side(one, enumerate(questions), 256))
+    share = list(enumerate(questions))[mine]
+    with tqdm(total=len(share), desc=label, leave=False, disable=None) as bar:
+        asyncio.run(side_by_side(one, share, 256))
+    done = {i: tree for part in gather(done) for i, tree in part.items()}
     records, rollouts = zip(*(done[i] for i in range(len(questions))))
     if all(r["failed"] for r in records):
         raise REPLError(f"every tree was lost: {records[0]['failed']}")

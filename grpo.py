@@ -18,10 +18,12 @@ does not outweigh one that spawns two.
 The pass, top to bottom: `advantages` (one a tree) -> `credit` (one a turn) -> `node_weights` (one a
 node) -> `make_rows` (one row a node) -> `micro_batches`, `collate` -> `policy_loss`. Weights are
 known before any forward pass and a token's contribution is weight * min(...), so the sum does not
-depend on how rows are cut into micro-batches. pi_old are the trainer's own log-probabilities before
-the update: rho = 1 on the first update of a batch. That the sampler's differ a little (precision,
-kernels; or an older policy sampled the tree) is a separate weight pi_old / pi_sampler, truncated
-(as in TIS) and detached. GRPOConfig's fields are the switches, each with its source.
+depend on how rows are cut into micro-batches, or which rank computes them. A micro-batch is a pack:
+rows one after another without padding, each of which sees only itself. pi_old are the trainer's
+own log-probabilities before the update: rho = 1 on the first update of a batch. That the sampler's
+differ a little (precision, kernels; or an older policy sampled the tree) is a separate weight
+pi_old / pi_sampler, truncated (as in TIS) and detached. GRPOConfig's fields are the switches, each
+with its source.
 
 Two other methods are the same loss with other advantages. Rejection sampling (`filter`): 1 for
 a tree that scored enough, 0 for the others. DPO (2305.18290): where rho = 1, the gradient of
@@ -250,46 +252,67 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
     return rows
 
 
-def micro_batches(rows: list[Row], max_tokens: int) -> list[list[Row]]:
-    """Rows of similar length together, each batch at most max_tokens, padding included (a row
-    longer than that is a batch of its own)."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: len(row.ids)):
-        if not batches or (len(batches[-1]) + 1) * len(row.ids) > max_tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+def micro_batches(rows: list[Row], max_tokens: int, square: float = 0.0, rank: int = 0,
+                  ranks: int = 1) -> list[list[Row]]:
+    """This rank's share of the rows, as packs of at most max_tokens (a longer row is a pack of its
+    own). Every rank gets as many packs; some are empty where there is too little to share.
+
+    A row of T tokens costs T (1 + square T), the second term being attention. The longest first,
+    each goes to the cheapest pack that has room; packs of similar cost go to the ranks side by
+    side, because they run in step.
+    """
+    def cost(row: Row) -> float:
+        return len(row.ids) * (1 + square * len(row.ids))
+
+    tokens = sum(len(row.ids) for row in rows)
+    least = max(-(-tokens // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
+    packs = [[] for _ in range(min(-(-least // ranks) * ranks, len(rows)))]
+    room, costs = [max_tokens] * len(packs), [0.0] * len(packs)
+    for row in sorted(rows, key=cost, reverse=True):
+        fits = [i for i, free in enumerate(room) if free >= len(row.ids) or not packs[i]]
+        if not fits:
+            fits = [len(packs)]
+            packs.append([]), room.append(max_tokens), costs.append(0.0)
+        i = min(fits, key=costs.__getitem__)
+        packs[i].append(row)
+        room[i] -= len(row.ids)
+        costs[i] += cost(row)
+    packs.sort(key=lambda pack: -sum(map(cost, pack)))
+    packs += [[] for _ in range(-len(packs) % ranks)]
+    return packs[rank::ranks]
 
 
-def collate(rows: list[Row], device) -> dict[str, Tensor]:
-    """Tensors of a micro-batch: ids and mask (B, T), padded on the right; the rest (N,), one
-    entry per sampled token, rows one after another, as model.logprobs orders them."""
-    width = max(len(row.ids) for row in rows)
-
-    def flat(value):
-        return torch.tensor([v for row in rows for v in value(row)], device=device)
+def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
+    """Tensors of a pack: ids and mask (1, T), rows one after another; their lengths; the rest (N,),
+    one entry per sampled token, as model.logprobs orders them. No rows: one token, not sampled."""
+    def flat(value, dtype=torch.float32):
+        return torch.tensor([v for row in rows for v in value(row)], dtype=dtype, device=device)
 
     return {
-        "ids": torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows],
-                            device=device),
-        "mask": torch.tensor([row.mask + [0] * (width - len(row.ids)) for row in rows],
-                             device=device),
+        "ids": torch.tensor([[i for row in rows for i in row.ids] or [0]], device=device),
+        "mask": torch.tensor([[m for row in rows for m in row.mask] or [0]], device=device),
+        "lengths": [len(row.ids) for row in rows] or [1],
         "sampler": flat(lambda r: [p for p, m in zip(r.logprobs, r.mask) if m]),
         "advantages": flat(lambda r: r.advantages),
         "weights": flat(lambda r: [r.weight] * sum(r.mask)),
-        "depths": flat(lambda r: [r.depth] * sum(r.mask)),
-        "pairs": flat(lambda r: [r.pair] * sum(r.mask)),
+        "depths": flat(lambda r: [r.depth] * sum(r.mask), torch.long),
+        "pairs": flat(lambda r: [r.pair] * sum(r.mask), torch.long),
     }
 
 
-def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig) -> None:
+def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig,
+                   gather=lambda value: [value]) -> None:
     """Multiply the signs in "advantages" by beta * sigmoid(-beta * m) / pairs, in place: the loss
-    is then the mean over pairs. m sums sign * weight * (log pi - log pi_ref) over both trees."""
-    margin = defaultdict(float)
+    is then the mean over pairs. m sums sign * weight * (log pi - log pi_ref) over both trees, parts
+    of which may be on other ranks, from which `gather` brings theirs."""
+    mine, margin = defaultdict(float), defaultdict(float)
     for t in batches:
         each = t["advantages"] * t["weights"] * (t["old"] - t["reference"])
         for pair in t["pairs"].unique().tolist():
-            margin[pair] += each[t["pairs"] == pair].sum().item()
+            mine[pair] += each[t["pairs"] == pair].sum().item()
+    for share in gather(dict(mine)):
+        for pair, m in share.items():
+            margin[pair] += m
     factor = torch.zeros(max(margin) + 1, device=batches[0]["old"].device)
     for pair, m in margin.items():
         factor[pair] = config.dpo_beta / (1 + math.exp(config.dpo_beta * m)) / len(margin)
@@ -326,9 +349,10 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, t: dict[str, Tensor], c
         watched = torch.stack([  # in the order of STATS
             torch.ones_like(old_N), ratio_N, (ratio_N * A_N > clipped_N * A_N).to(old_N),
             ratio_N - 1 - log_ratio_N, reference_kl_N, entropies_N, A_N.abs(), gap_N.abs()])
-        stats = torch.zeros(len(STATS), int(t["depths"].max()) + 1, device=old_N.device)
+        deepest = max(t["depths"].tolist(), default=0)  # an empty pack has none
+        stats = torch.zeros(len(STATS), deepest + 1, device=old_N.device)
         stats.index_add_(1, t["depths"], watched.float())
-    return loss, stats, gap_N.abs().max().item()
+    return loss, stats, max(gap_N.abs().tolist(), default=0.0)
 
 
 def own_correlation(rollouts: list[Rollout], advantage: list[float]) -> float | None:

@@ -5,8 +5,9 @@ RMSNorm on every query and key head before the rotation, and no biases anywhere.
 are those of the Hugging Face checkpoints, so reading one needs no mapping and what was trained
 loads in transformers or vLLM. The tiny model is this same class with a small config.
 
-The KV cache is not here. Attention hands its queries, keys and values to `attend`, which the
-sampler provides; without one it is plain causal attention over the row.
+The KV cache is not here. Attention hands its queries, keys and values to `attend`: the sampler
+brings one, `confined` is that of rows packed one after another without padding, each of which sees
+only itself; without one it is plain causal attention over the row.
 
 LoRA freezes every weight and adds (alpha / rank) B A to each linear layer of attention and MLP. The
 sampler and checkpoints get the sum, computed in float32 one matrix at a time; adapters are saved
@@ -25,19 +26,29 @@ N sampled tokens of a batch, R rank.
 """
 import contextlib
 import glob
+import inspect
 import json
 import os
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+    if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+        varlen_attn = None
+except ImportError:
+    varlen_attn = None
 
 SHARD_BYTES = 4 << 30  # a checkpoint is written in files of at most this size
 LOGITS_BYTES = 1 << 27  # float32 logits that exist at a time in `logprobs`
@@ -118,7 +129,7 @@ class Qwen3(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        self.config, self.recompute, self.rank = config, False, 0
+        self.config, self.recompute, self.rank, self.compiled = config, False, 0, False
         self.register_parameter("lora_v", None)  # the numbers of TinyLoRA
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -150,18 +161,33 @@ class Qwen3(nn.Module):
         """(B, T) ids -> (B, T, V) logits."""
         return self.lm_head(self.hidden(ids_BT))
 
-    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor, chunk: int | None = None):
+    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor, lengths: list[int] | None = None,
+                 chunk: int | None = None):
         """Log-probability and entropy (nats) of each token where mask is 1, given those before.
 
-        Returns two float32 tensors of shape (N,), rows one after another. The logits exist for
-        `chunk` tokens at a time (by default LOGITS_BYTES of them): a 32k row over 151,936 entries
-        would be 20 GB. Entropy has no gradient. The first token of a row cannot be masked 1.
+        With `lengths` B is 1 and T is so many rows one after another, each of which sees only
+        itself. Returns two float32 tensors of shape (N,), rows one after another. The logits exist
+        for `chunk` tokens at a time (by default LOGITS_BYTES of them): a 32k row over 151,936
+        entries would be 20 GB. Entropy has no gradient. A row's first token is never masked 1.
         """
-        x_BTD = self.hidden(ids_BT)
+        if lengths is None:
+            x_BTD = self.hidden(ids_BT)
+        else:
+            positions_T = torch.cat([torch.arange(n) for n in lengths]).to(ids_BT.device)
+            attend = confined(lengths, ids_BT.device)
+            if self.compiled:  # or every pack's lengths would compile the layers anew
+                attend = torch.compiler.disable(attend)
+            x_BTD = self.hidden(ids_BT, positions_T[None], attend)
         wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
         x_ND, target_N = x_BTD[:, :-1][wanted], ids_BT[:, 1:][wanted]
         chunk = chunk or max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
+
+    def compile_layers(self) -> None:
+        """torch.compile them for packs of any lengths; attention stays as it is."""
+        self.compiled = True
+        for block in self.model["layers"]:
+            block.compile(dynamic=True)
 
     @property
     def device(self) -> torch.device:
@@ -189,8 +215,9 @@ class Qwen3(nn.Module):
                 continue
             bound = layer.in_features ** -0.5
             A_RI = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-            layer.lora_A = nn.Parameter(A_RI.to(self.device))
-            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, device=self.device))
+            device = "cpu" if layer.weight.is_meta else layer.weight.device
+            layer.lora_A = nn.Parameter(A_RI.to(device))
+            layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, device=device))
             layer.scale = alpha / rank
         return self
 
@@ -209,14 +236,16 @@ class Qwen3(nn.Module):
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """(name, weight) of a plain model that computes the same, in its order. An adapted weight
-        is a new float32 tensor, made when its turn comes; the others are this model's own."""
+        is a new float32 tensor, made when its turn comes, and of a sharded model so is every
+        weight (all ranks have to ask for it); the others are this model's own."""
         layers = {f"{name}.weight": layer for name, layer in self._adapted()} if self.rank else {}
         for name, weight in self.named_parameters():
             if name in layers:
                 layer = layers[name]
-                weight = weight.float() + layer.scale * (layer.B() @ layer.lora_A)
-            if "lora_" not in name:
-                yield name, weight.detach()
+                change = layer.scale * (whole(layer.B()) @ whole(layer.lora_A))
+                yield name, whole(weight).float() + change
+            elif "lora_" not in name:
+                yield name, whole(weight.detach())
 
     def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
         """A frozen plain model of its own memory that computes the same, up to `dtype`'s rounding;
@@ -232,21 +261,25 @@ class Qwen3(nn.Module):
         """What rounding to the copy's dtype did to the adapters' change, relative to that change
         (Frobenius norms over all adapted weights). Near 1 the copy hardly sees the change."""
         lost, change = 0.0, 0.0
-        weights = dict(self.named_parameters())
-        for (name, exact), rounded in zip(self.merged(), copy.parameters(), strict=True):
-            if name.split(".")[-2] in ADAPTED:
-                lost += (rounded.float() - exact).square().sum().item()
-                change += (exact - weights[name].float()).square().sum().item()
+        rounded = dict(copy.named_parameters())
+        for name, layer in self._adapted():
+            base, name = whole(layer.weight).float(), f"{name}.weight"
+            exact = base + layer.scale * (whole(layer.B()) @ whole(layer.lora_A))
+            lost += (rounded[name].float() - exact).square().sum().item()
+            change += (exact - base).square().sum().item()
         return (lost / change) ** 0.5 if change else 0.0
 
-    def save_adapter(self, path: str, base: str) -> None:
+    def save_adapter(self, path: str, base: str, write: bool = True) -> None:
         """Write adapter_config.json and adapter_model.safetensors as PEFT does; `base` is where
-        the frozen weights are."""
+        the frozen weights are. Without `write` only the other ranks are helped to."""
+        tensors = {f"base_model.model.{name}.lora_{part}.weight": whole(tensor.detach())
+                   for name, layer in self._adapted()
+                   for part, tensor in (("A", layer.lora_A), ("B", layer.B()))}
+        if not write:
+            return
         os.makedirs(path, exist_ok=True)
         v = json.dumps(self.lora_v.tolist()) if self.lora_v is not None else ""
-        save_file({f"base_model.model.{name}.lora_{part}.weight": tensor.detach().cpu().contiguous()
-                   for name, layer in self._adapted()
-                   for part, tensor in (("A", layer.lora_A), ("B", layer.B()))},
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
                   os.path.join(path, "adapter_model.safetensors"),
                   metadata={"format": "pt", "v": v})
         _write_json(os.path.join(path, "adapter_config.json"), {
@@ -262,7 +295,7 @@ class Qwen3(nn.Module):
         file = os.path.join(path, "adapter_model.safetensors")
         with torch.no_grad():
             for name, tensor in _read([file], wanted, path):
-                wanted[name].copy_(tensor)
+                wanted[name].copy_(like(tensor.to(wanted[name].device), wanted[name]))
             if self.lora_v is not None:
                 with _open(file) as tensors:
                     self.lora_v.copy_(torch.tensor(json.loads(tensors.metadata()["v"])))
@@ -273,20 +306,25 @@ class Qwen3(nn.Module):
     # --- checkpoints --------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
-                        device: str = "cpu") -> "Qwen3":
+    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32, device: str = "cpu",
+                        prepare=lambda model: None) -> "Qwen3":
         """A checkpoint directory in the Hugging Face layout, one file or shards with an index.
 
         Each tensor goes from the file to its place in `dtype` on `device`, one after the other.
-        Raises FileNotFoundError or ValueError with one line that names files and tensors."""
+        Before that, `prepare(model)` may put adapters on it and shard it: then a rank keeps its
+        share only. Raises FileNotFoundError or ValueError with one line that names files and
+        tensors."""
         if not os.path.isdir(path):
             raise FileNotFoundError(f"{path}: no such model directory")
         with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
             model = cls(Qwen3Config.read(os.path.join(path, "config.json")))
         wanted = dict(model.named_parameters())  # a tied lm_head appears once, as embed_tokens
         ignored = {"lm_head.weight"} - set(wanted)  # some tied checkpoints ship it
+        prepare(model)
+        places = dict(model.named_parameters())
         # A copy, not the mapped file: a file that is replaced must not change the weights.
-        return model._fill({name: tensor.to(dtype=dtype, device=device, copy=True)
+        return model._fill({name: like(tensor.to(dtype=dtype, device=device, copy=True),
+                                       places[name])
                             for name, tensor in _read(_shards(path), wanted, path, ignored)})
 
     def _fill(self, weights: dict[str, Tensor]) -> "Qwen3":
@@ -294,7 +332,7 @@ class Qwen3(nn.Module):
         if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
             self.lm_head.weight = self.model["embed_tokens"].weight
         self.check_tie()
-        return self.requires_grad_(True)
+        return self
 
     def check_tie(self) -> None:
         """Raise RuntimeError unless embedding and head are one tensor exactly if tied."""
@@ -302,18 +340,26 @@ class Qwen3(nn.Module):
         if one != self.config.tie_word_embeddings:
             raise RuntimeError("embed_tokens and lm_head are not tied as the config says")
 
-    def save_pretrained(self, path: str) -> None:
+    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write config.json and safetensors files of at most SHARD_BYTES, with an index; adapters
-        are merged."""
+        are merged. The other ranks of a sharded model have to run through `merged`."""
+        merged = self.merged()
+        try:
+            self._save(merged, path, dtype or self.lm_head.weight.dtype)
+        finally:
+            deque(merged, 0)  # the others wait for it, also if the disk is full
+
+    def _save(self, merged: Iterator[tuple[str, Tensor]], path: str, dtype: torch.dtype) -> None:
         os.makedirs(path, exist_ok=True)
-        shards, dtype = [[]], self.lm_head.weight.dtype
+        shards = [[]]
         for name, weight in self.named_parameters():
             if "lora_" in name:
                 continue
-            if shards[-1] and sum(n for _, n in shards[-1]) + weight.nbytes > SHARD_BYTES:
+            size = weight.numel() * dtype.itemsize
+            if shards[-1] and sum(n for _, n in shards[-1]) + size > SHARD_BYTES:
                 shards.append([])
-            shards[-1].append((name, weight.nbytes))
-        index, merged = {}, self.merged()
+            shards[-1].append((name, size))
+        index = {}
         for i, shard in enumerate(shards, 1):  # one shard's tensors in memory at a time
             file = ("model.safetensors" if len(shards) == 1
                     else f"model-{i:05d}-of-{len(shards):05d}.safetensors")
@@ -475,6 +521,39 @@ def rotation(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dty
 def rotate(x: Tensor, rope) -> Tensor:
     cos, sin = rope
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # B T H E
+
+
+def confined(lengths: list[int], device: torch.device):
+    """`attend` for rows of these lengths packed into one: causal attention within each. No T x T
+    mask is made. Flash attention over all rows at once where there is a kernel for it, else SDPA
+    on one row after another."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if varlen_attn and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # T H E, T K E, T K E
+            out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0),
+                              enable_gqa=True)
+            return out.transpose(0, 1)[None]  # 1 H T E
+        rows = zip(*(x.split(lengths, 2) for x in (q, k, v)))
+        return torch.cat([F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+                          for row in rows], 2)  # 1 H T E
+
+    return attend
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor's all; every rank has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, place: Tensor) -> Tensor:
+    """This rank's share of it, if `place` is sharded; no longer a view of the whole."""
+    if not isinstance(place, DTensor):
+        return tensor
+    share = distribute_tensor(tensor, place.device_mesh, place.placements, src_data_rank=None)
+    return share.clone()
 
 
 def _shards(path: str) -> list[str]:

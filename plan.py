@@ -17,13 +17,15 @@ from model import ADAPTED, LOGITS_BYTES, Qwen3, Qwen3Config
 MOST_WINDOWS = 96  # the cache is made for at most so many sequences of full length
 SPARE = 0.9  # the cache takes no more of the device than this, the others counted
 GIB = 1 << 30
-PARTS = ("weights", "gradients", "optimizer", "sampler copy", "KV cache", "activations")
+PARTS = ("weights", "gradients", "optimizer", "gathered", "sampler copy", "KV cache",
+         "activations")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. `rank` 0 is full fine-tuning, in float32; with adapters the frozen weights,
-    the activations and the sampler take `frozen` bytes an element (2: bfloat16, 4: float32)."""
+    """A run's needs. Trained weights and gradients are float32. Activations and the sampler take
+    `frozen` bytes an element (2: bfloat16, 4: float32) with adapters, as frozen weights do, and
+    `compute` bytes in full fine-tuning, which is `rank` 0."""
     config: Qwen3Config
     window: int  # tokens of the longest conversation
     row: int  # tokens in a forward pass of the update
@@ -31,10 +33,12 @@ class Plan:
     frozen: int
     recompute: bool  # activation checkpointing by layer
     have: int  # bytes of the device
+    compute: int = 4
+    moment: int = 4  # bytes of each of Adam's two moments
 
     @property
     def bytes(self) -> int:
-        return self.frozen if self.rank else 4
+        return self.frozen if self.rank else self.compute
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -49,13 +53,30 @@ class Plan:
         """Bytes of each of PARTS, on each of `ranks`; without a sampler for the warm-up."""
         model, adapters = self.parameters
         trained = adapters if self.rank else model
-        parts = {"weights": (model * self.bytes + adapters * 4) // ranks,
-                 "gradients": trained * 4 // ranks, "optimizer": trained * 8 // ranks,
+        kept = model * (self.frozen if self.rank else 4) + adapters * 4
+        parts = {"weights": kept // ranks, "gradients": trained * 4 // ranks,
+                 "optimizer": 2 * trained * self.moment // ranks,
+                 "gathered": self.gathered() if ranks > 1 or self.casts else 0,
                  "sampler copy": model * self.bytes if sampling else 0, "KV cache": 0,
                  "activations": self.activations()}
         if sampling:
             parts["KV cache"] = self.cache_tokens(sum(parts.values())) * self.token_bytes
         return parts
+
+    @property
+    def casts(self) -> bool:
+        """Whether layers compute in another type than their weights have."""
+        return not self.rank and self.compute != 4
+
+    def gathered(self) -> int:
+        """Of sharded weights: what is whole at a time. The embedding and two layers to compute
+        with, and, if trained, gradients of the embedding and a layer, which are then reduced in
+        float32."""
+        c = self.config
+        table = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        layer = (self.parameters[0] - table) // c.num_hidden_layers
+        return (table + 2 * layer) * self.bytes + (table + layer) * (self.bytes + 4) * (
+            not self.rank)
 
     @property
     def token_bytes(self) -> int:
@@ -66,6 +87,12 @@ class Plan:
         """Whole windows in the memory that is left, MOST_WINDOWS at most, one at least."""
         windows = int(SPARE * self.have - others) // (self.token_bytes * self.window)
         return max(1, min(windows, MOST_WINDOWS)) * self.window
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """On disk: trained weights and Adam's two moments, in float32."""
+        model, adapters = self.parameters
+        return 12 * (adapters if self.rank else model)
 
     def activations(self) -> int:
         """What a forward pass keeps, and the largest temporary tensors of the backward pass."""
@@ -85,14 +112,16 @@ class Plan:
         return max(kept + head + table, kept + running + mlp + table,
                    (3 if c.tie_word_embeddings else 1) * table)
 
-    def problem(self, warmup: bool) -> str | None:
+    def problem(self, warmup: bool, ranks: int = 1) -> str | None:
         """None if the run fits, else one line that says what it needs and what would fit."""
         def total(plan: Plan) -> int:
-            full = replace(plan, rank=0).need(sampling=False) if warmup else {}
-            return max(sum(plan.need().values()), sum(full.values()))
+            full = replace(plan, rank=0).need(ranks, False) if warmup else {}
+            return max(sum(plan.need(ranks).values()), sum(full.values()))
         if total(self) <= self.have:
             return None
         changes = {"--recompute": replace(self, recompute=True),
+                   "--bf16-states": replace(self, moment=2),
+                   "--bf16-states --recompute": replace(self, moment=2, recompute=True),
                    "--lora-rank 16": replace(self, rank=16),
                    "--lora-rank 16 --recompute": replace(self, rank=16, recompute=True)}
         fits = [flags for flags, plan in changes.items() if total(plan) <= self.have]

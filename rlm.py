@@ -28,6 +28,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -100,8 +101,10 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple =
 
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, key: tuple = (),
                   groups: list[str] | None = None, at_once: int = 256, tries: int = 2,
-                  on_done=lambda rollout: None) -> list[Rollout]:
-    """Run and score one tree for each task, up to `at_once` side by side; results in order.
+                  on_done=lambda rollout: None,
+                  numbers: Iterable[int] | None = None) -> list[Rollout]:
+    """Run and score one tree for each task, up to `at_once` side by side; results in order. A
+    tree's number in its key is its place, unless `numbers` says otherwise.
 
     A tree that the machine lost is run again; after `tries` it comes back with `failed` set and
     reward 0: keep it out of means and baselines. If all are lost, the last error is raised.
@@ -109,13 +112,14 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, k
     gate = asyncio.Semaphore(at_once)
     lost: Exception | None = None
 
-    async def one(i: int, task: Task) -> Rollout:
+    async def one(i: int, number: int, task: Task) -> Rollout:
         nonlocal lost
         root, failed = Node(end="failed"), ""
         async with gate:
             for _ in range(tries):
                 try:
-                    root, failed = await rollout(task, policy, tokenizer, config, (*key, i)), ""
+                    root = await rollout(task, policy, tokenizer, config, (*key, number))
+                    failed = ""
                     break
                 except Exception as error:
                     lost, failed = error, repr(error)
@@ -124,7 +128,8 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, k
         on_done(done)
         return done
 
-    results = await asyncio.gather(*(one(i, task) for i, task in enumerate(questions)))
+    numbers = range(len(questions)) if numbers is None else numbers
+    results = await asyncio.gather(*(one(i, *x) for i, x in enumerate(zip(numbers, questions))))
     if results and all(r.failed for r in results):
         raise lost
     return list(results)

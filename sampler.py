@@ -34,7 +34,6 @@ heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import asyncio
 import hashlib
-import inspect
 import os
 import time
 from array import array
@@ -47,15 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Qwen3
+from model import Qwen3, varlen_attn
 from tree import Completion
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-    if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
-        varlen_attn = None
-except ImportError:
-    varlen_attn = None
 
 STEP_TOKENS = 2048  # of prompts in a step, beside one token of every request that decodes
 SLICE = 16  # rows that decode in one call of SDPA

@@ -14,11 +14,16 @@ stopped.
 With --lora-rank the warm-up still trains all weights; then they are frozen and adapters trained,
 so that the model without its adapters is the one that GRPO started from. Trained weights are
 float32. Frozen ones are bfloat16, except on a CPU if the checkpoint is not bfloat16 itself: the
-tiny one stays float32. Left out: several GPUs, a KL term.
+tiny one stays float32.
+
+`torchrun --nproc-per-node N train.py ...` is the same run on N devices (parallel.py): each rank
+samples its share of a step's questions, then the nodes of all are dealt out for the update. A
+checkpoint appears whole or not at all, and any number of ranks can resume from it.
 """
 import argparse
 import asyncio
 import contextlib
+import glob
 import json
 import math
 import os
@@ -27,8 +32,10 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
 # default is to spin long: 1.3 times faster on two idle cores, ten times slower on two busy ones.
@@ -40,12 +47,14 @@ from tqdm import tqdm, trange
 import ablation
 import eval as evaluation
 import grpo
+import parallel
 import plan
 import report
 import rlm
 import tasks
 from grpo import STATS, GRPOConfig, Row, flag
-from model import Qwen3, Qwen3Config
+from model import Qwen3, Qwen3Config, whole
+from parallel import World
 from repl import Limits
 from rlm import RLMConfig
 from sampler import Sampler
@@ -67,6 +76,9 @@ class RunConfig:
     resume: bool = flag(False, "continue from the last checkpoint in --out")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
     save_every: int = flag(25, "steps between checkpoints", 1)
+    keep_last: int = flag(2, "checkpoints kept, the last ones", 1)
+    eval_every: int = flag(0, "steps between held-out evaluations; the best weights are kept in "
+                              "OUT/best; 0: none")
     show_every: int = flag(25, "steps between printed trees", 1)
     sandbox: str = flag("auto", "namespaces around the REPLs: require, auto (if possible), off")
     sample_threads: int = flag(1, "CPU threads while sampling (a tiny model is fastest with one, "
@@ -98,8 +110,12 @@ class UpdateConfig:
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
+    bf16_states: bool = flag(False, "keep AdamW's two moments in bfloat16: 4 bytes a weight less")
+    compile: bool = flag(False, "torch.compile each layer in the update")
+    overlap: bool = flag(False, "sample the next batch while updating on this one: its policy is "
+                                "then one update old, for which --gap-max limits the weight")
     max_norm: float = flag(1.0, "gradients are clipped to this norm")
-    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, padding included", 1)
+    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, rows packed", 1)
     tokens: int = flag(0, "GRPO ends after so many sampled tokens; 0: after --steps alone")
     resample: int = flag(0, "groups whose trees all score the same are replaced by those of other "
                             "questions, so many times at most (DAPO)")
@@ -109,8 +125,12 @@ class UpdateConfig:
                                        "backward pass")
 
 
+# What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
+COMPUTE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
 # The tiny model and how its trees may grow; a checkpoint brings both in config.json and rlm.json.
 LR = 5e-4  # of GRPO on all weights
+CHECKPOINTS = "checkpoints"  # directory in --out
 OLDER = 10  # steps between refreshes of the older policy of --cross
 TINY_VOCABULARY = 640
 TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -125,6 +145,7 @@ TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=6
 
 
 def main() -> None:
+    world = World()
     try:
         run, warm, update, loss = parse(RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
         if run.plan:
@@ -132,89 +153,130 @@ def main() -> None:
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
             window = (rlm.load_config(run.model, config.max_position_embeddings).window
                       if run.model else TINY_RLM.window)
-            print(make_plan(config, window, frozen_dtype(run.model), update).table())
+            print(make_plan(config, window, frozen_dtype(run.model), update, world).table())
             return
         if run.ablation:
             ablation.run(run.ablation, run.out)
             return
-        Trainer(run, warm, update, loss).train()
+        Trainer(run, warm, update, loss, world).train()
+        world.close()
     except (OSError, ValueError, FloatingPointError, RuntimeError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(world.message(error))
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; continue with --resume")
+    finally:
+        world.release()
 
 
 class Trainer:
     """One run: its model, its questions, its state. `train` does everything in order."""
 
     def __init__(self, run: RunConfig, warm: WarmupConfig, update: UpdateConfig,
-                 loss: GRPOConfig):
+                 loss: GRPOConfig, world: World | None = None):
         self.run, self.warm, self.update_config, self.loss_config = run, warm, update, loss
+        self.world = world = world or World()
+        self.shown = None  # the last step's trees, packed for the report
+        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
+                      "sampled": 0, "skipped": 0, "best": None, "model": run.model}
+        world.agree(facts(self.flags()))
+        with world.together():
+            self.check()
+        with world.together():
+            start = self.starting_point() if world.rank == 0 else None
+        start, self.state, self.resumed = world.gather((start, self.state, self.resumed)
+                                                       if world.rank == 0 else None)[0]
+        in_grpo = self.state["phase"] == "grpo"
+        # The adapters of a checkpoint belong to the weights that the warm-up left.
+        base = os.path.join(run.out, "warmup") if in_grpo and update.lora_rank else start
+        warms_up = not in_grpo and warm.warmup_steps > 0
+        with world.together():
+            config = Qwen3Config.read(os.path.join(base, "config.json"))
+            self.tokenizer = Tokenizer.from_pretrained(start)
+            self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
+            self.config = replace(self.config, max_depth=run.max_depth or self.config.max_depth)
+            self.frozen = frozen_dtype(base if in_grpo else run.model or base)
+            self.plan = make_plan(config, self.config.window, self.frozen, update, world)
+            print(self.plan.table())
+            if problem := self.plan.problem(warms_up, world.size) or no_room(run.out, self.plan):
+                raise ValueError(problem)
+        model, _ = self.plan.parameters
+        # A token of attention to T others costs as much as T times this share of all weights.
+        self.square = (config.num_hidden_layers * config.num_attention_heads * config.head_dim
+                       / model)
+        with world.together():
+            frozen = update.lora_rank and not warms_up
+            self.load_model(base, self.frozen if frozen else torch.float32,
+                            in_grpo and update.lora_rank > 0)
+            if in_grpo and update.lora_rank:
+                self.model.load_adapter(os.path.join(start, "adapter"))
+        if self.state["step"]:
+            parallel.load_optimizer(self.model, self.optimizer, os.path.join(start, "optimizer"))
+        self.started = time.monotonic() - self.state["seconds"]
+        with world.together():
+            if world.rank == 0:
+                self.trim() if self.resumed else self.clear()
+
+    def check(self) -> None:
+        """What can be wrong before anything was read or written. Raises OSError or ValueError."""
+        run, update = self.run, self.update_config
         if run.sandbox not in ("require", "auto", "off"):
             raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
         if run.task not in tasks.TRAINED:
             raise ValueError(f"--task is {run.task!r}; it can be {' or '.join(tasks.TRAINED)}")
-        if warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
-            raise ValueError(f"--warmup-degenerate is {warm.warmup_degenerate!r}; it can be "
+        if self.warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
+            raise ValueError(f"--warmup-degenerate is {self.warm.warmup_degenerate!r}; it can be "
                              f"{', '.join(tasks.DEGENERATE)}")
         if update.tiny_lora and not update.lora_rank:
             raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
+        if update.tiny_lora and self.world.size > 1:
+            raise ValueError("--tiny-lora trains on one device only")
         if update.cross > 1:
             raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
+        if self.world.size > update.questions:
+            raise ValueError(f"{self.world.size} ranks, but only {update.questions} --questions in "
+                             "a step: each rank samples its own")
         self.questions = None  # those of --data for training; None: generated ones
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
         else:
             self.heldout = evaluation.heldout_tasks(run.heldout, kind=run.task)
-        self.shown = None  # the last step's trees, packed for the report
-        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0}
-        start = self.starting_point()
-        in_grpo = self.state["phase"] == "grpo"
-        # The adapters of a checkpoint belong to the weights that the warm-up left.
-        base = os.path.join(run.out, "warmup") if in_grpo and update.lora_rank else start
-        config = Qwen3Config.read(os.path.join(base, "config.json"))
-        self.tokenizer = Tokenizer.from_pretrained(start)
-        self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
-        self.config = replace(self.config, max_depth=run.max_depth or self.config.max_depth)
-        self.frozen = frozen_dtype(base if in_grpo else run.model or base)
-        self.plan = make_plan(config, self.config.window, self.frozen, update)
-        print(self.plan.table())
-        warms_up = not in_grpo and warm.warmup_steps > 0
-        if problem := self.plan.problem(warms_up):
-            raise ValueError(problem)
-        frozen = update.lora_rank and not warms_up
-        self.model = Qwen3.from_pretrained(base, self.frozen if frozen else torch.float32,
-                                           device())
-        self.model.recompute = update.recompute
-        if in_grpo and update.lora_rank:
-            self.add_lora()
-            self.model.load_adapter(os.path.join(start, "adapter"))
-        self.make_optimizer()
-        if self.state["step"]:
-            self.optimizer.load_state_dict(torch.load(os.path.join(start, "optimizer.pt"),
-                                                      weights_only=True))
-        self.model.check_tie()
-        self.started = time.monotonic() - self.state["seconds"]
-        if not self.resumed:
-            self.clear()
+        if run.model:
+            Qwen3Config.read(os.path.join(run.model, "config.json"))
 
-    def add_lora(self) -> None:
+    def load_model(self, path: str, dtype: torch.dtype, adapted: bool) -> None:
+        """Weights of a directory, with fresh adapters if wanted, this rank's share of them, and a
+        fresh optimizer."""
         c = self.update_config
-        self.model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
 
-    def make_optimizer(self) -> None:
+        def add_lora(model: Qwen3) -> None:
+            model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
+
+        def prepare(model: Qwen3) -> None:
+            if adapted and not c.tiny_lora:
+                add_lora(model)
+            if not c.tiny_lora:
+                parallel.shard(model)
+
+        self.model = Qwen3.from_pretrained(path, dtype, device(), prepare)
+        if adapted and c.tiny_lora:  # from the weights themselves; one process only
+            add_lora(self.model)
+        self.model.recompute = c.recompute
+        if c.compile:
+            self.model.compile_layers()
         trained = [w for w in self.model.parameters() if w.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
-                                           fused=True)  # others hold temporaries of all weights
+        kind = parallel.LeanAdamW if c.bf16_states else torch.optim.AdamW
+        self.optimizer = kind(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0,
+                              fused=True)  # others hold temporaries of all weights
 
     def make_sampler(self) -> None:
         """Rollouts are sampled from copies of the model, refreshed before a step."""
-        def sampler():
-            return Sampler(self.model, memory=self.plan.need()["KV cache"],
-                           batch=plan.MOST_WINDOWS, window=self.config.window)
-
         c = self.update_config
+
+        def sampler():
+            return Sampler(self.model, memory=self.plan.need(self.world.size)["KV cache"],
+                           batch=plan.MOST_WINDOWS, window=self.config.window,
+                           dtype=None if c.lora_rank else COMPUTE)
+
         self.sampler, self.older = sampler(), sampler() if c.cross else None
         now = rlm.local_policy(self.sampler, self.tokenizer)
         then = rlm.local_policy(self.older, self.tokenizer)
@@ -223,44 +285,56 @@ class Trainer:
             tree = key[-3] % c.group  # of its group
             return await (then if tree < c.cross * c.group else now)(node, max_tokens, key)
         self.policy, self.sampling_policy = now, either if c.cross else now
+        self.thread, self.ahead = ThreadPoolExecutor(1), None  # of --overlap
 
     def make_reference(self) -> None:
         """The policy that GRPO started from; adapters that are switched off are one for nothing."""
         if self.loss_config.needs_reference and not self.model.rank:
             self.reference = Qwen3.from_pretrained(os.path.join(self.run.out, "warmup"),
-                                                   torch.float32, device()).requires_grad_(False)
+                                                   COMPUTE, device()).requires_grad_(False)
 
     def seconds_in_model(self) -> float:
         return sum(s.stats["seconds"] for s in (self.sampler, self.older) if s)
 
     def starting_point(self) -> str:
-        """The directory that the run starts from: its last checkpoint, --model, or a tiny one."""
-        last = os.path.join(self.run.out, "checkpoint")
-        self.resumed = self.run.resume and os.path.isdir(last)
+        """The directory that the run starts from: its last checkpoint, --model, or a tiny one.
+        An existing --out is from here on closed to other runs."""
+        out = self.run.out
+        if os.path.isdir(out) or not self.run.model:
+            self.world.take(out)
+        last = last_checkpoint(out) if self.run.resume else None
+        self.resumed = last is not None
         if self.resumed:
             with open(os.path.join(last, "state.json"), encoding="utf-8") as file:
-                self.state = json.load(file)
-            print(f"resuming {self.run.out} at {self.state['phase']} step {self.state['step']}")
-            for name, value in self.state.get("lora", {}).items():
-                if value != getattr(self.update_config, name):
+                self.state |= json.load(file)
+            print(f"resuming {out} at {self.state['phase']} step {self.state['step']}")
+            fixed = self.state.get("lora", {}) | {"model": self.state["model"]}
+            for name, value in fixed.items():
+                if value != self.flags()[name]:
                     raise ValueError(f"{last}/state.json: {name} is {value}; a resumed run cannot "
                                      "change it")
             return last
         if self.run.resume:
-            print(f"{last}: no checkpoint yet, starting afresh")
-        return self.run.model or make_tiny(os.path.join(self.run.out, "init"), self.run.seed,
+            print(f"{out}: no checkpoint yet, starting afresh")
+        return self.run.model or make_tiny(os.path.join(out, "init"), self.run.seed,
                                            self.questions, self.run.task)
 
     def clear(self) -> None:
         """Start the output directory afresh, now that everything was read without an error."""
-        os.makedirs(self.run.out, exist_ok=True)
+        self.world.take(self.run.out)
         for name in ("metrics.jsonl", "result.json"):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self.run.out, name))
-        for name in ("checkpoint", "warmup", "final"):
-            if os.path.abspath(self.run.model) != os.path.abspath(f"{self.run.out}/{name}"):
+        for name in ("checkpoints", "warmup", "best", "final"):
+            if not os.path.abspath(self.run.model).startswith(
+                    os.path.abspath(f"{self.run.out}/{name}")):
                 shutil.rmtree(os.path.join(self.run.out, name), ignore_errors=True)
         write_text(os.path.join(self.run.out, "run.json"), json.dumps(self.flags(), indent=2))
+
+    def trim(self) -> None:
+        """Forget the metrics of steps that were taken after the checkpoint."""
+        with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
+            file.truncate(min(file.tell(), self.state["metrics"]))
 
     def flags(self) -> dict:
         return (asdict(self.run) | asdict(self.warm) | asdict(self.update_config)
@@ -282,7 +356,8 @@ class Trainer:
                 self.score("heldout_warmup", self.heldout)
             self.reinforce()
         except KeyboardInterrupt:
-            self.save_checkpoint()
+            if self.world.size == 1:  # several are not all at the same place
+                self.save_checkpoint()
             raise
         self.save_checkpoint()
         self.score("heldout_final", self.heldout)
@@ -321,12 +396,12 @@ class Trainer:
                      for ids, mask in rng.choices(rows, k=c.warmup_rows)]
             tokens = sum(sum(row.mask) for row in batch)
             loss = 0.0
-            for part in grpo.micro_batches(batch, self.update_config.micro_tokens):
-                tensors = grpo.collate(part, self.model.device)
-                logprobs, _ = self.model.logprobs(tensors["ids"], tensors["mask"])
+            for t in self.packs(batch):
+                logprobs, _ = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
                 part_loss = -logprobs.sum() / tokens
-                part_loss.backward()
+                (part_loss * self.world.size).backward()  # shards get means over the ranks
                 loss += part_loss.item()
+            loss = sum(self.world.gather(loss))
             lr = c.warmup_lr * min((step + 1) / 50, 1.0)
             lr *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / c.warmup_steps))
             self.optimizer_step(lr, loss)
@@ -343,12 +418,10 @@ class Trainer:
         """Keep the weights under a name of their own, put adapters on them if such are wanted,
         and start a fresh optimizer."""
         c = self.update_config
-        if c.lora_rank:
-            self.model.to(self.frozen)
-        self.save_model(os.path.join(self.run.out, "warmup"))
-        if c.lora_rank:
-            self.add_lora()
-        self.make_optimizer()
+        path = os.path.join(self.run.out, "warmup")
+        dtype = self.frozen if c.lora_rank else torch.float32
+        self.save_model(path, dtype=dtype)
+        self.load_model(path, dtype, bool(c.lora_rank))
         self.state.update(phase="grpo", step=0, lora={
             name: getattr(c, name) for name in ("lora_rank", "lora_alpha", "tiny_lora")})
         self.save_checkpoint()
@@ -360,6 +433,7 @@ class Trainer:
         while self.progress() < 1:
             step = self.state["step"]
             begin, before = time.monotonic(), self.seconds_in_model()
+            waited = self.world.waited
             rollouts, tokens = self.sample(step)
             sampled = time.monotonic()
             if self.progress(1, tokens) >= 1:  # for the report, with the weights that sampled them
@@ -372,7 +446,9 @@ class Trainer:
             in_model = self.seconds_in_model() - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
-                "repl_s": sampled - begin - in_model, "update_s": time.monotonic() - sampled}
+                "repl_s": max(0.0, sampled - begin - in_model),
+                "update_s": time.monotonic() - sampled,
+                "wait_s": [round(s, 3) for s in self.world.gather(self.world.waited - waited)]}
             self.state["step"] = step + 1
             self.state["sampled"] += tokens
             self.log(metrics)
@@ -380,8 +456,17 @@ class Trainer:
             if (step + 1) % self.run.show_every == 0:
                 best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
                 print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
+            if self.run.eval_every and (step + 1) % self.run.eval_every == 0:
+                self.keep_best()
             if (step + 1) % self.run.save_every == 0:
                 self.save_checkpoint()
+
+    def keep_best(self) -> None:
+        """Evaluate on the held-out questions; weights that do best so far stay in OUT/best."""
+        step, score = self.state["step"], self.score("heldout_now", self.heldout)
+        if self.state["best"] is None or score > self.state["best"]["score"]:
+            self.state["best"] = {"step": step, "score": score}
+            self.save_model(os.path.join(self.run.out, "best"), [self.save_adapter])
 
     def progress(self, steps: int = 0, tokens: int = 0) -> float:
         """0 at the first step of GRPO, 1 when --steps or --tokens are reached; after so many more
@@ -391,31 +476,59 @@ class Trainer:
                    (done["sampled"] + tokens) / c.tokens if c.tokens else 0.0)
 
     def sample(self, step: int) -> tuple[list[Rollout], int]:
-        """The trees of a step, sampled with the weights as they are now (and, with --cross, as they
-        were a few steps ago), and how many tokens were sampled for them."""
+        """The trees of a step, sampled with the weights as they are now (with --overlap, as they
+        were before the last update; some, with --cross, as they were a few steps ago), and how many
+        tokens were sampled for them."""
         c = self.update_config
-        self.sampler.load(self.model)
-        if self.older and (step % OLDER == 0 or step == 0):
-            self.older.load(self.model)
         kept, tokens = [], 0
         for again in range(c.resample + 1):
             wanted = c.questions - len(kept) // c.group
-            phase = f"grpo again {again}" if again else "grpo"
-            questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
-            groups = [f"{again}.{i}" for i in range(wanted) for _ in range(c.group)]
-            with (self.sampling_threads(),
-                  tqdm(total=len(groups), desc="trees", leave=False, disable=None) as bar):
-                rollouts = asyncio.run(rlm.collect(
-                    [q for q in questions for _ in range(c.group)], self.sampling_policy,
-                    self.tokenizer, self.config, (self.run.seed, step, *[again][:again]), groups,
-                    on_done=lambda _: bar.update()))
+            trees = self.saplings(step, again, wanted)
+            if again == 0 and self.ahead:
+                mine = self.ahead.result()
+            else:
+                if again == 0:
+                    self.refresh(step)
+                mine = self.grow(step, again, trees)
+            told = self.world.gather(mine)  # everybody knows the questions; the trees are told
+            grown = {n: tree for share in told for n, tree in share.items()}
+            rollouts = [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
             tokens += sum(node.sampled for r in rollouts for node in r.root.walk())
             signal = {r.group for r, a in zip(rollouts, grpo.advantages(rollouts)) if a}
             last = again == c.resample
             kept += [r for r in rollouts if last or r.group in signal]
             if len(kept) == c.questions * c.group:
                 break
+        self.ahead = None
+        if c.overlap and self.progress(1, tokens) < 1:
+            self.refresh(step + 1)
+            self.ahead = self.thread.submit(self.grow, step + 1, 0,
+                                            self.saplings(step + 1, 0, c.questions))
         return kept, tokens
+
+    def refresh(self, step: int) -> None:
+        self.sampler.load(self.model)
+        if self.older and (step % OLDER == 0 or step == 0):
+            self.older.load(self.model)
+
+    def saplings(self, step: int, again: int, wanted: int) -> list[tuple[tasks.Task, str]]:
+        """(question, group) of each tree of a step."""
+        c = self.update_config
+        phase = f"grpo again {again}" if again else "grpo"
+        questions = [self.question(phase, step * c.questions + i) for i in range(wanted)]
+        return [(q, f"{again}.{i}") for i, q in enumerate(questions) for _ in range(c.group)]
+
+    def grow(self, step: int, again: int, trees: list[tuple[tasks.Task, str]]) -> dict:
+        """{number: (root, reward, failed)} of this rank's share of the trees."""
+        c, world = self.update_config, self.world
+        mine = [n for n in range(len(trees)) if n // c.group % world.size == world.rank]
+        with (self.sampling_threads(),
+              tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
+            rollouts = asyncio.run(rlm.collect(
+                [trees[n][0] for n in mine], self.sampling_policy, self.tokenizer, self.config,
+                (self.run.seed, step, *[again][:again]), [trees[n][1] for n in mine],
+                on_done=lambda _: bar.update(), numbers=mine))
+        return {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
 
     def update(self, rollouts: list[Rollout], step: int) -> dict:
         """The optimizer steps on a batch of trees; usually one."""
@@ -435,6 +548,8 @@ class Trainer:
                 loss += part
                 watched[:, :stats.shape[1]] += stats.cpu()
                 gap_max = max(gap_max, gap)
+            losses, gaps, sums = zip(*self.world.gather((loss, gap_max, watched.clone())))
+            loss, gap_max, watched = sum(losses), max(gaps), sum(sums)
             norm = self.optimizer_step(lr, loss)
         self.state["skipped"] += not rows
         total = dict(zip(STATS, watched.sum(1).tolist()))
@@ -448,29 +563,33 @@ class Trainer:
             "skipped": self.state["skipped"], "by_depth": depths,
             "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts))}
 
+    def packs(self, rows: list[Row]) -> list[dict]:
+        """This rank's share of the rows, as micro-batches on the device."""
+        return [grpo.collate(part, device()) for part in grpo.micro_batches(
+            rows, self.update_config.micro_tokens, self.square, self.world.rank, self.world.size)]
+
     def batches(self, rows: list[Row]) -> list[dict]:
         """Rows as micro-batches on the device, with what the objective needs besides."""
         c = self.loss_config
-        batches = [grpo.collate(part, self.model.device)
-                   for part in grpo.micro_batches(rows, self.update_config.micro_tokens)]
+        batches = self.packs(rows)
         with torch.no_grad():
             for t in batches:
                 if c.needs_old:
-                    t["old"], _ = self.model.logprobs(t["ids"], t["mask"])
+                    t["old"], _ = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
                 if c.needs_reference and self.model.rank:
                     with self.model.adapters_off():
-                        t["reference"], _ = self.model.logprobs(t["ids"], t["mask"])
+                        t["reference"], _ = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
                 elif c.needs_reference:
-                    t["reference"], _ = self.reference.logprobs(t["ids"], t["mask"])
+                    t["reference"], _ = self.reference.logprobs(t["ids"], t["mask"], t["lengths"])
         if c.objective == "dpo" and batches:
-            grpo.dpo_advantages(batches, c)
+            grpo.dpo_advantages(batches, c, self.world.gather)
         return batches
 
     def backward(self, t: dict) -> tuple:
         """Add the gradient of a micro-batch; returns its loss, stats and largest gap."""
-        logprobs, entropies = self.model.logprobs(t["ids"], t["mask"])
+        logprobs, entropies = self.model.logprobs(t["ids"], t["mask"], t["lengths"])
         loss, stats, gap = grpo.policy_loss(logprobs, entropies, t, self.loss_config)
-        loss.backward()
+        (loss * self.world.size).backward()  # shards get means over the ranks
         return loss.item(), stats, gap
 
     def depth_norms(self, rows: list[Row]) -> dict[int, float]:
@@ -480,7 +599,7 @@ class Trainer:
             for t in self.batches([row for row in rows if row.depth == depth]):
                 self.backward(t)
             gradients = [w.grad for w in self.model.parameters() if w.grad is not None]
-            norms[depth] = torch.nn.utils.get_total_norm(gradients).item()
+            norms[depth] = whole(torch.nn.utils.get_total_norm(gradients)).item()
             self.optimizer.zero_grad(set_to_none=True)
         return norms
 
@@ -498,8 +617,8 @@ class Trainer:
 
     def optimizer_step(self, lr: float, loss: float) -> float:
         """Clip, step, clear; returns the gradient's norm. Never lets a NaN into the weights."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(),
-                                              self.update_config.max_norm).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(),
+                                                    self.update_config.max_norm)).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {norm}: not finite. The last checkpoint "
@@ -512,19 +631,25 @@ class Trainer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return norm
 
-    def score(self, name: str, questions: list[tasks.Task]) -> None:
+    def score(self, name: str, questions: list[tasks.Task]) -> float:
+        if self.ahead:
+            self.ahead.exception()  # the sampler does one thing at a time
         self.sampler.load(self.model)
         with self.sampling_threads():
-            row, rollouts = evaluation.evaluate(questions, self.policy, self.tokenizer,
-                                                self.config, (self.run.seed, name), label=name)
+            row, rollouts = evaluation.evaluate(
+                questions, self.policy, self.tokenizer, self.config, (self.run.seed, name), name,
+                slice(self.world.rank, None, self.world.size), self.world.gather)
         self.state["results"][name] = row
         self.log({"phase": "eval", "name": name, **row})
         print(f"{name}: F1 {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
               f"{ends(rollouts)}")
+        return row["score"]
 
     def finish(self, window: int, context: int) -> None:
-        self.save_model(os.path.join(self.run.out, "final"), self.save_adapter)
+        self.save_model(os.path.join(self.run.out, "final"), [self.save_adapter])
+        if self.world.rank:
+            return
         rows = self.state["results"]
         result = {"seed": self.run.seed, "credit": self.loss_config.credit,
                   **{name: rows[name]["score"] if name in rows else None
@@ -553,34 +678,69 @@ class Trainer:
 
     def log(self, metrics: dict) -> None:
         """One JSON line for programs; the line for people is printed by the caller."""
+        if self.world.rank:
+            return
         with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(metrics | {"elapsed": round(self.elapsed(), 1)}) + "\n")
 
-    def save_model(self, path: str, extra=lambda path: None, weights: bool = True) -> None:
-        """Weights, adapters merged, tokenizer and rlm.json, and what `extra` adds; written aside
-        and renamed: there whole or not at all."""
-        shutil.rmtree(path + ".tmp", ignore_errors=True)
-        self.tokenizer.save(path + ".tmp")
-        self.config.save(os.path.join(path + ".tmp", "rlm.json"))
-        if weights:
-            self.model.save_pretrained(path + ".tmp")
-        extra(path + ".tmp")
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(path + ".tmp", path)
+    def save_model(self, path: str, parts=(), dtype: torch.dtype | None = None,
+                   weights: bool = True) -> None:
+        """Weights, adapters merged, tokenizer and rlm.json, and what `parts` write into the
+        directory they are given; written aside and renamed: there whole or not at all. Every rank
+        takes part, rank 0 writes."""
+        aside, old, world = path + ".tmp", path + ".old", self.world
+        with world.together():
+            if world.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                self.tokenizer.save(aside)
+                self.config.save(os.path.join(aside, "rlm.json"))
+        with world.together():
+            if weights and world.rank == 0:
+                self.model.save_pretrained(aside, dtype)
+            elif weights:
+                deque(self.model.merged(), 0)
+        for part in parts:
+            with world.together():
+                part(aside)
+        with world.together():
+            if world.rank == 0:
+                shutil.rmtree(old, ignore_errors=True)
+                if os.path.isdir(path):
+                    os.rename(path, old)
+                os.rename(aside, path)
+                shutil.rmtree(old, ignore_errors=True)
 
     def save_adapter(self, path: str) -> None:
         if self.model.rank:
             self.model.save_adapter(os.path.join(path, "adapter"),
-                                    os.path.join(self.run.out, "warmup"))
+                                    os.path.join(self.run.out, "warmup"), self.world.rank == 0)
 
     def save_checkpoint(self) -> None:
-        """Everything to continue from; of a model with adapters only these, the rest is fixed."""
-        def extra(path: str) -> None:
-            torch.save(self.optimizer.state_dict(), os.path.join(path, "optimizer.pt"))
-            state = self.state | {"seconds": self.elapsed()}
-            write_text(os.path.join(path, "state.json"), json.dumps(state, indent=2))
-            self.save_adapter(path)
-        self.save_model(os.path.join(self.run.out, "checkpoint"), extra, not self.model.rank)
+        """Everything to continue from; of a model with adapters only these, the rest is fixed. The
+        last few are kept."""
+        def optimizer(path: str) -> None:
+            if self.state["step"]:  # before, it has nothing to save
+                parallel.save_optimizer(self.model, self.optimizer,
+                                        os.path.join(path, "optimizer"))
+
+        def state(path: str) -> None:
+            if self.world.rank == 0:
+                metrics = os.path.join(self.run.out, "metrics.jsonl")
+                state = self.state | {"seconds": self.elapsed(), "files": sizes(path),
+                                      "metrics": os.path.getsize(metrics)
+                                      if os.path.exists(metrics) else 0}
+                write_text(os.path.join(path, "state.json"), json.dumps(state, indent=2))
+
+        place = os.path.join(self.run.out, CHECKPOINTS)
+        path = os.path.join(place, f"{self.state['phase']}-{self.state['step']:06}")
+        if os.path.isdir(path):  # the same: all that is random comes from phase and step
+            return
+        self.save_model(path, [self.save_adapter, optimizer, state], weights=not self.model.rank)
+        if self.world.rank == 0:
+            keep = checkpoints(self.run.out)[-self.run.keep_last:]
+            for name in os.listdir(place):
+                if os.path.join(place, name) not in keep:
+                    shutil.rmtree(os.path.join(place, name), ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -600,10 +760,66 @@ def frozen_dtype(path: str) -> torch.dtype:
     return torch.bfloat16 if device() == "cuda" or stored == "bfloat16" else torch.float32
 
 
-def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype,
-              update: UpdateConfig) -> plan.Plan:
+def make_plan(config: Qwen3Config, window: int, frozen: torch.dtype, update: UpdateConfig,
+              world: World) -> plan.Plan:
+    share = 1 if device() == "cuda" else world.local_size
     return plan.Plan(config, window, max(window, update.micro_tokens), update.lora_rank,
-                     frozen.itemsize, update.recompute, plan.device_bytes(device()))
+                     frozen.itemsize, update.recompute, plan.device_bytes(device()) // share,
+                     COMPUTE.itemsize, 2 if update.bf16_states else 4)
+
+
+def facts(flags: dict) -> dict:
+    """What has to be the same on all ranks."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    code = b"".join(Path(here, name).read_bytes() for name in sorted(os.listdir(here))
+                    if name.endswith(".py"))
+    kind = (torch.cuda.get_device_properties(torch.cuda.current_device())
+            if device() == "cuda" else None)
+    return {"flags": json.dumps(flags, sort_keys=True), "code": evaluation.digest(code),
+            "torch": torch.__version__,
+            "device": kind and f"{kind.name}, {kind.total_memory >> 30} GiB"}
+
+
+def no_room(out: str, plan: plan.Plan) -> str | None:
+    """None if three checkpoints fit on the disk, else one line."""
+    while not os.path.isdir(out):
+        out = os.path.dirname(os.path.abspath(out))
+    need, free = 3 * plan.checkpoint_bytes, shutil.disk_usage(out).free
+    return (f"{out}: {free / 1e9:.1f} GB are free, three checkpoints need {need / 1e9:.1f}"
+            if need > free else None)
+
+
+def checkpoints(out: str) -> list[str]:
+    """Those of a run that were written whole, the oldest first."""
+    found = glob.glob(os.path.join(out, CHECKPOINTS, "*-[0-9][0-9][0-9][0-9][0-9][0-9]"))
+    return sorted(found, key=lambda path: (os.path.basename(path).startswith("grpo"), path))
+
+
+def last_checkpoint(out: str) -> str | None:
+    """The last one that is whole, None if there is none at all. Raises ValueError if all are
+    damaged."""
+    found = checkpoints(out)
+    for path in reversed(found):
+        try:
+            with open(os.path.join(path, "state.json"), encoding="utf-8") as file:
+                files = json.load(file)["files"]
+        except (OSError, ValueError, KeyError):
+            files = {"state.json": 0}
+        now = sizes(path)
+        damaged = [name for name, size in files.items() if now.get(name) != size]
+        if not damaged:
+            return path
+        print(f"{path}: damaged ({', '.join(damaged)}), looking for one before", file=sys.stderr)
+    if found:
+        raise ValueError(f"{found[-1]}: every checkpoint is damaged; without --resume the run "
+                         "starts afresh")
+    return None
+
+
+def sizes(path: str) -> dict[str, int]:
+    """Bytes of each file below a directory."""
+    return {os.path.relpath(os.path.join(at, name), path): os.path.getsize(os.path.join(at, name))
+            for at, _, names in os.walk(path) for name in names}
 
 
 def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,

@@ -53,7 +53,8 @@ def test_the_parts_of_the_evaluation_know_the_text_side_only(name, allowed):
 
 
 @pytest.mark.parametrize("name, forbidden", [
-    ("sampler", {"tokenizer", "rlm"}), ("grpo", {"model", "sampler", "rlm"})])
+    ("sampler", {"tokenizer", "rlm"}), ("grpo", {"model", "sampler", "rlm"}),
+    ("parallel", NAMES)])
 def test_the_tensor_side_knows_nothing_of_the_text_side(name, forbidden):
     assert not imports(name) & forbidden
 

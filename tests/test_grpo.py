@@ -483,29 +483,76 @@ def random_rows(n, seed=0, most=60):
     return rows
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("limit", [1, 59, 60, 200, 1000, 10**9])
-def test_micro_batches_keep_every_row_within_the_limit(limit):
+def test_micro_batches_share_every_row_once_and_keep_the_limit(limit, ranks):
     rows = random_rows(50)
-    batches = micro_batches(rows, limit)
-    assert sorted(map(id, (row for batch in batches for row in batch))) == sorted(map(id, rows))
-    for batch in batches:
-        padded = len(batch) * max(len(row.ids) for row in batch)
-        assert padded <= limit or len(batch) == 1
-    assert micro_batches([], limit) == []
+    shares = [micro_batches(rows, limit, 1e-3, rank, ranks) for rank in range(ranks)]
+    packs = [pack for share in shares for pack in share]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(map(id, (row for pack in packs for row in pack))) == sorted(map(id, rows))
+    assert all(sum(len(row.ids) for row in pack) <= limit or len(pack) == 1 for pack in packs)
+    tokens = sum(len(row.ids) for row in rows)
+    full = sum(1 for pack in packs if pack)
+    assert full <= max(ranks, 2 * -(-tokens // limit)) or limit < 60  # rows have at most 60
+    assert micro_batches([], limit, ranks=ranks) == []
     assert len(micro_batches(rows, 10**9)) == 1 and len(micro_batches(rows, 1)) == 50
+
+
+def test_the_ranks_costs_are_even_in_each_round():
+    rows = random_rows(400, most=500)
+
+    def cost(pack):
+        return sum(len(row.ids) * (1 + 1e-3 * len(row.ids)) for row in pack)
+
+    rounds = list(zip(*(micro_batches(rows, 2000, 1e-3, rank, 4) for rank in range(4))))
+    assert len(rounds) > 5 and all(min(map(cost, r)) > 0.9 * max(map(cost, r)) for r in rounds)
 
 
 def test_collate_lists_sampled_tokens_in_the_order_of_the_models_logprobs():
     rows = [Row([5, 6, 7], [0, 1, 1], [0.0, -0.5, -0.25], [2.0, 1.5], 0.1, 1),
             Row([8, 9], [0, 1], [0.0, -1.0], [-1.0], 0.2)]
     t = collate(rows, "cpu")
-    assert t["ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert t["mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
+    assert t["ids"].tolist() == [[5, 6, 7, 8, 9]] and t["lengths"] == [3, 2]
+    assert t["mask"].tolist() == [[0, 1, 1, 0, 1]]
     assert t["sampler"].tolist() == [-0.5, -0.25, -1.0]
     assert t["advantages"].tolist() == [2.0, 1.5, -1.0] and t["depths"].tolist() == [1, 1, 0]
     assert t["weights"].tolist() == pytest.approx([0.1, 0.1, 0.2])
     ids = t["ids"][:, 1:][t["mask"][:, 1:].bool()]  # how Qwen3.logprobs picks them
     assert ids.tolist() == [6, 7, 9]
+
+
+def test_packed_rows_give_the_loss_and_gradients_of_each_row_alone():
+    """Rows of 10 to 4,000 tokens, and an empty pack; with recomputation too."""
+    torch.manual_seed(0)
+    model = Qwen3(Qwen3Config(64, 32, 48, 1, 4, 2, 8, 4096))
+    rng, rows = random.Random(0), []
+    for length in (10, 11, 37, 300, 1500, 4000):
+        mask = [0] + [int(rng.random() < 0.5) for _ in range(length - 1)]
+        rows.append(Row([rng.randrange(64) for _ in mask], mask, [-4.0 * m for m in mask],
+                        [rng.choice([-1.0, 0.7])] * sum(mask), 1e-3))
+
+    def update(packs):
+        model.zero_grad()
+        total = 0.0
+        for pack in packs:
+            t = collate(pack, "cpu")
+            logprobs, entropies = model.logprobs(t["ids"], t["mask"], t["lengths"])
+            loss, _, _ = policy_loss(logprobs, entropies, t, GRPOConfig())
+            loss.backward()
+            total += loss.item()
+        return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    whole, alone = update([[row] for row in rows])
+    for model.recompute, packs in ((False, [rows]), (True, [rows[3:], [], rows[:3]])):
+        total, packed = update(packs)
+        assert total == pytest.approx(whole, rel=1e-5)
+        for name, grad in alone.items():
+            assert (packed[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+    ids, mask = torch.tensor([rows[0].ids]), torch.tensor([rows[0].mask])
+    model.recompute = False
+    padded = model.logprobs(ids, mask)[0]  # no packing at all
+    assert torch.allclose(padded, model.logprobs(ids, mask, [10])[0], atol=1e-6)
 
 
 def test_loss_and_gradient_are_the_same_in_one_micro_batch_and_in_eight():
@@ -518,7 +565,7 @@ def test_loss_and_gradient_are_the_same_in_one_micro_batch_and_in_eight():
         total = 0.0
         for part in batches:
             t = collate(part, "cpu")
-            logprobs, _ = model.logprobs(t["ids"], t["mask"], chunk=16)
+            logprobs, _ = model.logprobs(t["ids"], t["mask"], t["lengths"], chunk=16)
             old = logprobs.detach() - 0.25  # a later update of the batch: good tokens are clipped
             loss, _, _ = policy_loss(logprobs, logprobs, t | {"old": old}, GRPOConfig())
             loss.backward()

@@ -230,7 +230,8 @@ def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished):
         torch.testing.assert_close(final[name], weight, rtol=1e-6, atol=1e-7)
     config = json.loads((finished / "final" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.join(finished, "warmup")
-    assert not (finished / "checkpoint" / "model.safetensors").exists()  # only what changes
+    last = Path(train.last_checkpoint(finished))
+    assert not (last / "model.safetensors").exists()  # only what changes
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= row["merge_gap"] < 1e-5 for row in rows if row["phase"] == "grpo")
 
@@ -242,9 +243,9 @@ def test_an_interrupted_run_resumes_to_the_same_adapters(finished, tmp_path, mon
         patch.setattr(train.Trainer, "log", lambda self, metrics: (_ for _ in ()).throw(
             KeyboardInterrupt) if metrics.get("phase") == "grpo" else None)
         assert "--resume" in command(train, patch, *SHORT, "--out", out, "--lora-rank", 1)
-    state = json.loads((out / "checkpoint" / "state.json").read_text())
+    state = json.loads(Path(train.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
-    assert state["lora"] == {"lora_rank": 1, "lora_alpha": 32.0}
+    assert state["lora"] == {"lora_rank": 1, "lora_alpha": 32.0, "tiny_lora": 0}
     message = command(train, monkeypatch, "--out", out, "--resume", "--lora-rank", 2)
     assert "state.json: lora_rank is 1" in message
     message = command(train, monkeypatch, "--out", out, "--resume", "--lora-rank", 0)

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monk
         patch.setattr(rlm, "collect", interrupted)
         assert "--resume" in command(train, patch, *SHORT, "--out", out)
     assert not (out / "result.json").exists()
-    state = json.loads((out / "checkpoint" / "state.json").read_text())
+    state = json.loads(Path(train.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
     assert command(train, monkeypatch, "--out", out, "--resume") is None  # flags from run.json
     whole, resumed = weights(finished / "final"), weights(out / "final")
@@ -209,6 +210,7 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
 
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
+    (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
     (["--credit", "root", "--children", "sum"], "have no effect"),
