@@ -152,7 +152,7 @@ def main() -> None:
             config = (Qwen3Config.read(os.path.join(run.model, "config.json")) if run.model
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
             window = (rlm.load_config(run.model, config.max_position_embeddings).window
-                      if run.model else TINY_RLM.window)
+                      if run.model else tiny_rlm(run.task).window)
             print(make_plan(config, window, frozen_dtype(run.model), update, world).table())
             return
         if run.ablation:
@@ -822,13 +822,17 @@ def sizes(path: str) -> dict[str, int]:
             for at, _, names in os.walk(path) for name in names}
 
 
+def tiny_rlm(kind: str) -> RLMConfig:
+    return TINY_DEEP if kind == "deep" else TINY_RLM
+
+
 def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,
               kind: str = "evidence") -> str:
     """A checkpoint made from nothing: a tokenizer trained on scripted trees and their papers, and
     a small Qwen3 with random weights."""
     some = (questions or [tasks.make_task(kind, random.Random(f"tokenizer {i}"))
                           for i in range(192)])[:192]
-    config = TINY_DEEP if kind == "deep" else TINY_RLM
+    config = tiny_rlm(kind)
     trees = demonstrations(some, None, config, seed="tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for r in trees for node in r.root.walk()
              for turn in node.turns]
