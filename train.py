@@ -58,7 +58,7 @@ from parallel import World
 from sampler import Sampler
 from tokenizer import Tokenizer
 from tree import Rollout, render, write_text
-from warmup import TINY, TINY_RLM, TINY_VOCABULARY, demonstrations, make_tiny, teacher_trees
+from warmup import TINY, TINY_VOCABULARY, demonstrations, make_tiny, teacher_trees, tiny_rlm
 
 
 @dataclass
@@ -139,7 +139,7 @@ def main() -> None:
             config = (Qwen3Config.read(os.path.join(run.model, "config.json")) if run.model
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
             window = (rlm.load_config(run.model, config.max_position_embeddings).window
-                      if run.model else TINY_RLM.window)
+                      if run.model else tiny_rlm(run.task).window)
             print(make_plan(config, window, frozen_dtype(run.model), update, world).table())
             return
         if run.ablation:

@@ -33,13 +33,17 @@ TINY_DEEP = replace(TINY_RLM, max_depth=2, max_turns=1, turn_tokens=24, window=6
                     limits=replace(TINY_RLM.limits, queries=2))
 
 
+def tiny_rlm(kind: str) -> RLMConfig:
+    return TINY_DEEP if kind == "deep" else TINY_RLM
+
+
 def make_tiny(path: str, seed: int, questions: list[tasks.Task] | None,
               kind: str = "evidence") -> str:
     """A checkpoint made from nothing: a tokenizer trained on scripted trees and their papers, and
     a small Qwen3 with random weights."""
     some = (questions or [tasks.make_task(kind, random.Random(f"tokenizer {i}"))
                           for i in range(192)])[:192]
-    config = TINY_DEEP if kind == "deep" else TINY_RLM
+    config = tiny_rlm(kind)
     trees = demonstrations(some, None, config, seed="tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for r in trees for node in r.root.walk()
              for turn in node.turns]

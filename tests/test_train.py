@@ -303,6 +303,7 @@ def test_half_of_the_warm_up_may_be_degenerate():
     assert train.describe(trees)["degenerate"]["echo"] == kinds.count("echo") / 40
 
 
+@pytest.mark.slow
 def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
     out = tmp_path / "deep"
     assert command(train, monkeypatch, *SHORT, "--task", "deep", "--out", out) is None
