@@ -30,6 +30,13 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
 def alive(pids: list[int]) -> list[int]:
     def state(pid):
         try:
@@ -69,8 +76,7 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             pass
         members = family(run.pid)
-        names = [pid for pid in members if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        victim = rng.choice(names)
+        victim = rng.choice([pid for pid in members if "train.py" in command_line(pid)])
         os.kill(victim, signal.SIGKILL)
         began = time.monotonic()
         while left := alive(members):
