@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -16,7 +17,6 @@ from test_train import SHORT, command
 
 import checkpoint
 import grpo
-import parallel
 import train
 from parallel import Agreed, LeanAdamW, World
 
@@ -184,16 +184,16 @@ def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkey
     def full(*args, **more):
         raise OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.dcp, "save", full)
+        patch.setattr(checkpoint.dcp, "save", full)
         with pytest.raises(ValueError, match="No space left"):
             ranks.step(saved, "full", 2, World())
     assert names(saved) == ["grpo-000001", "grpo-000002"]
     assert ranks.step(saved, "full", 2, World())["rows"] == 10
     assert names(saved) == ["grpo-000002", "grpo-000003"]
     assert len(os.listdir(saved / "checkpoints")) == 2  # the last two; what was left aside is gone
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: os.times())  # not reached
-    monkeypatch.setattr(train, "no_room", lambda out, plan: "no room")
-    with pytest.raises(ValueError, match="no room"):
+    assert checkpoint.no_room(str(saved / "not" / "there"), 1) is None
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="0.0 GB are free, three checkpoints need"):
         ranks.step(saved.parent / "other", "full", 0, World())
     assert not (saved.parent / "other").exists()
 

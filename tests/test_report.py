@@ -38,7 +38,7 @@ def tree(text, children=0, deep=0):
     for turn in (Turn("system", text), Turn("user", text), Turn("assistant", text)):
         root.add(turn)
     for i in range(children):
-        child = Node(path=(i,), answer=text, end="turns", errors=1)
+        child = Node(path=(i,), answer=text, end="turns", errors=[0])
         child.add(Turn("user", f"child {i} {text}"))
         root.children.append(child)
     return Rollout(Task("t", "evidence", text, None, [text]), "t", root, 0.5, "")
