@@ -1,4 +1,19 @@
 """Before torch is loaded: threads that wait sleep soon, so that a busy machine slows tests less."""
 import os
 
+import pytest
+
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory):
+    """A finished short run of the default command, from nothing: its init, warm-up, final."""
+    from test_train import SHORT, command
+
+    import train
+
+    out = tmp_path_factory.mktemp("run") / "a"
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(train, patch, *SHORT, "--out", out) is None
+    return out

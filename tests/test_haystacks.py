@@ -4,6 +4,7 @@ import asyncio
 import csv
 import hashlib
 import importlib
+import inspect
 import json
 import random
 import re
@@ -97,8 +98,8 @@ def digest(*args, **options):
 
 def test_a_seed_names_a_task_in_every_process():
     assert len({digest(kind, tokens=2_000) for kind in KINDS}) == len(KINDS)
-    code = ("from tests.test_haystacks import digest, KINDS\n"
-            "print([digest(kind, tokens=2_000) for kind in KINDS])")
+    code = ("import hashlib, json, random\nfrom tasks import KINDS, make_task\n"
+            + inspect.getsource(digest) + "print([digest(kind, tokens=2_000) for kind in KINDS])")
     for seed in "1", "2":  # of Python's own hashes, which order sets
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                              env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"}, check=True)

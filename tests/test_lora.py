@@ -211,16 +211,17 @@ def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
 # --- runs ------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, short_run):
     out = tmp_path_factory.mktemp("lora") / "a"
     with pytest.MonkeyPatch.context() as patch:
-        assert command(train, patch, *SHORT, "--out", out, "--lora-rank", 1) is None
+        assert command(train, patch, *SHORT, "--out", out, "--lora-rank", 1,
+                       "--model", short_run / "init") is None
     return out
 
 
-def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished):
+def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished, short_run):
     warm, final = weights(finished / "warmup"), weights(finished / "final")
-    init = weights(finished / "init")
+    init = weights(short_run / "init")
     for name in warm:
         assert not torch.equal(warm[name], init[name])  # the warm-up trained all
         if name.split(".")[-2] not in ADAPTED:

@@ -487,7 +487,7 @@ print(((max(peak, anonymous()) - before) << 10) / sum(w.nbytes for w in model.pa
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux does")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_loading_takes_hardly_more_memory_than_the_weights(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(model_module, "SHARD_BYTES", 16 << 20)
     build(vocab_size=30_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8

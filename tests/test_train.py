@@ -39,13 +39,9 @@ def command(module, monkeypatch, *args):
     return None
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished short run."""
-    out = tmp_path_factory.mktemp("run") / "a"
-    with pytest.MonkeyPatch.context() as patch:
-        assert command(train, patch, *SHORT, "--out", out) is None
-    return out
+@pytest.fixture
+def finished(short_run):
+    return short_run
 
 
 def weights(path):
@@ -80,7 +76,8 @@ def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monk
     out = tmp_path / "b"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlm, "collect", interrupted)
-        assert "--resume" in command(train, patch, *SHORT, "--out", out)
+        assert "--resume" in command(train, patch, *SHORT, "--out", out, "--model",
+                                     finished / "init")
     assert not (out / "result.json").exists()
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
@@ -159,7 +156,8 @@ def test_groups_without_signal_are_sampled_again_and_an_older_policy_takes_its_s
         id(self)) or generate(self, *args, **more))
     out = tmp_path / "h"
     assert command(train, monkeypatch, *SHORT, "--model", finished / "warmup", "--warmup-steps", 0,
-                   "--out", out, *"--cross 0.5 --resample 1 --tokens 1".split()) is None
+                   "--heldout", 1, "--out", out,
+                   *"--cross 0.5 --resample 1 --tokens 1".split()) is None
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (step,) = [row for row in rows if row["phase"] == "grpo"]  # one step is more than a token
     assert step["flat"] == 1 and step["skipped"] == 1  # three supervised steps answer nothing
