@@ -288,7 +288,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(moment, tmp_path, monkeypatc
                            *map(str, flags), "--out", out], cwd=ROOT, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode and ("SIGKILL" in done.stderr or "Signal 9" in done.stderr)
-    assert "told to end" in done.stderr or "rank 0" in done.stderr
+    assert "train.py: " in done.stderr, done.stderr  # the other rank says something, too
     assert time.monotonic() - began < 240
     assert command(train, monkeypatch, *flags, "--out", out, "--resume") is None
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
