@@ -548,9 +548,10 @@ def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[
 def pss_mib(pid: int) -> float:
     """Memory of a process and all below it, pages that several share counted once."""
     parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in filter(str.isdigit, os.listdir("/proc")):
         try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+            stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            parents[int(process)] = int(stat[1])
         except OSError:  # it ended meanwhile
             pass
     family = {pid}

@@ -62,6 +62,14 @@ def checkpoints(out: str) -> list[str]:
     return sorted(found, key=lambda path: (os.path.basename(path).startswith("grpo"), path))
 
 
+def forget_after(out: str, start: str) -> None:
+    """Remove the checkpoints after the one that is resumed: they are damaged, and would stand in
+    the way of those that the run writes at the same steps."""
+    found = checkpoints(out)
+    for path in found[found.index(start) + 1:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def last_checkpoint(out: str) -> str | None:
     """The last one that is whole, None if there is none at all. Raises ValueError if all are
     damaged."""

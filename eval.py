@@ -455,8 +455,8 @@ class Evaluation:
         kinds, a = split(self.args.tasks), self.args
         if not a.data:
             for kind in kinds:
-                if kind not in (*tasks.KINDS, "deep"):
-                    raise ValueError(f"no task {kind!r}; there are {', '.join(tasks.KINDS)}, deep")
+                if kind not in tasks.GENERATED:
+                    raise ValueError(f"no task {kind!r}; there are {', '.join(tasks.GENERATED)}")
             return None
         if len(kinds) != 1:
             raise ValueError("--data holds questions of one kind; --tasks names it")

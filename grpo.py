@@ -31,6 +31,7 @@ advantages +-beta sigmoid(-beta m). Left out: a value function.
 """
 import math
 import random
+import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -43,8 +44,7 @@ OVERLONG = ("turns", "window", "budget")  # how a root ends that was cut off
 
 
 def flag(default, text: str, least: float = 0):
-    """A dataclass field that becomes --name with this help text; a number is at least `least`, a
-    text with a list of choices ("a: ...; b: ...") one of these."""
+    """A dataclass field that becomes --name with this help text; a number is at least `least`."""
     return field(default=default, metadata={"help": text, "least": least})
 
 
@@ -222,12 +222,12 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
     """The batch as rows, one a node. Rows without any advantage add nothing to the loss and are
     dropped here (a KL term needs them, then they stay); they count in the means all the same."""
     worth = credit(rollouts, config)
-    trees = [(i, r) for i, r in enumerate(rollouts) if not r.failed]
-    nodes = [(node, weight, r.group) for _, r in trees
+    trees = [r for r in rollouts if not r.failed]
+    nodes = [(node, weight, r.group) for r in trees
              for node, weight in node_weights(r.root, config, draw).items()
              if config.credit == "inherit" or (node is r.root) == (config.credit == "root")]
     tokens = sum(node.sampled for node, _, _ in nodes)
-    pairs = {group: i for i, group in enumerate(dict.fromkeys(r.group for _, r in trees))}
+    pairs = {group: i for i, group in enumerate(dict.fromkeys(r.group for r in trees))}
     rows = []
     for node, weight, group in nodes:
         if not any(worth[node]) and not config.kl:
@@ -344,7 +344,7 @@ def own_correlation(rollouts: list[Rollout], advantage: list[float]) -> float | 
     well the root's reward says which child did well. None if one of the two is constant."""
     pairs = [(node.score, a) for r, a in zip(rollouts, advantage) if not r.failed
              for node in r.root.walk() if node.score is not None]
-    x, y = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).T
-    x, y = x - x.mean(), y - y.mean()
-    norm = (x.norm() * y.norm()).item()
-    return (x @ y).item() / norm if norm > 1e-9 else None
+    try:
+        return statistics.correlation(*zip(*pairs))
+    except (statistics.StatisticsError, TypeError):  # constant; or nobody has a score
+        return None

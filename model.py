@@ -241,9 +241,7 @@ class Qwen3(nn.Module):
         layers = {f"{name}.weight": layer for name, layer in self._adapted()} if self.rank else {}
         for name, weight in self.named_parameters():
             if name in layers:
-                layer = layers[name]
-                change = layer.scale * (whole(layer.B()) @ whole(layer.lora_A))
-                yield name, whole(weight).float() + change
+                yield name, whole(weight).float() + layers[name].change()
             elif "lora_" not in name:
                 yield name, whole(weight.detach())
 
@@ -263,10 +261,9 @@ class Qwen3(nn.Module):
         lost, change = 0.0, 0.0
         rounded = dict(copy.named_parameters())
         for name, layer in self._adapted():
-            base, name = whole(layer.weight).float(), f"{name}.weight"
-            exact = base + layer.scale * (whole(layer.B()) @ whole(layer.lora_A))
-            lost += (rounded[name].float() - exact).square().sum().item()
-            change += (exact - base).square().sum().item()
+            exact = whole(layer.weight).float() + layer.change()
+            lost += (rounded[f"{name}.weight"].float() - exact).square().sum().item()
+            change += layer.change().square().sum().item()
         return (lost / change) ** 0.5 if change else 0.0
 
     def save_adapter(self, path: str, base: str, write: bool = True) -> None:
@@ -445,6 +442,10 @@ class Linear(nn.Linear):
         P_NRR, v_N = self.tiny
         US_OR = self.weight.float() @ self.lora_A.T  # W V: not kept, it costs what R tokens cost
         return US_OR @ torch.einsum("n,nrs->rs", v_N, P_NRR)
+
+    def change(self) -> Tensor:
+        """(outputs, inputs) in float32: what the adapters add to the weight."""
+        return self.scale * (whole(self.B()) @ whole(self.lora_A))
 
 
 class Block(nn.Module):

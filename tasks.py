@@ -39,6 +39,7 @@ import haystacks
 from haystacks import paper_text
 
 KINDS = ("evidence", "niah", "aggregate", "pairs", "copy", "code", "hop")
+GENERATED = (*KINDS, "deep")  # deep is of this program; the others can be read from files, too
 TRAINED = ("evidence", "deep")  # those with demonstrations
 
 
@@ -46,7 +47,7 @@ TRAINED = ("evidence", "deep")  # those with demonstrations
 class Task:
     """A question. `answer` is the gold."""
     id: str
-    kind: str  # one of KINDS; question: free text from a user, without a gold answer
+    kind: str  # one of GENERATED; question: free text from a user, without a gold answer
     query: str
     context: Any  # str, list[str] or dict[str, str]
     answer: Any = None
@@ -393,9 +394,8 @@ def make_task(kind: str, rng: random.Random, *, tokens: int | None = None, heldo
     takes the terms of evidence from the fifth that is never in training; deep is trained on, too,
     and has one size; the other kinds are for evaluation only. Raises ValueError for an unknown
     kind or a length out of range."""
-    if kind not in (*KINDS, "deep"):
-        raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(KINDS)}, "
-                         "deep")
+    if kind not in GENERATED:
+        raise ValueError(f"no generated tasks of kind {kind!r}; there are: {', '.join(GENERATED)}")
     if kind == "deep":
         if tokens is not None:
             raise ValueError("deep tasks have one size, no number of tokens")
@@ -604,9 +604,10 @@ def demonstrate(task: Task, node, seed) -> str:
     Only filter with exact is right; which is which is for the reinforcement to find out.
     """
     rng = random.Random(f"{seed} {node.path}")
-    scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
     if task.kind == "deep":
         scripts = LEAF_SCRIPTS if node.kind == "llm" else DEEP_SCRIPTS
+    else:
+        scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
     name = rng.choices(list(scripts), scripts.values())[0]
     if task.kind == "deep":
         return _deep(node, name)

@@ -120,8 +120,8 @@ class UpdateConfig:
                             "questions, so many times at most (DAPO)")
     cross: float = flag(0.0, "share of a group's trees that an older policy samples, refreshed "
                              "every 10 steps (AgentRL, 2510.04206)")
-    norms_by_depth: bool = flag(False, "log the gradient's norm of each depth alone, for a second "
-                                       "backward pass")
+    norms_by_depth: bool = flag(False, "log the gradient's norm of each depth alone, for one more "
+                                       "backward pass a depth")
 
 
 # What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
@@ -202,7 +202,7 @@ class Trainer:
         self.started = time.monotonic() - self.state["seconds"]
         with world.together():
             if world.rank == 0:
-                self.trim() if self.resumed else self.clear()
+                self.trim(start) if self.resumed else self.clear()
 
     def check(self) -> None:
         """What can be wrong before anything was read or written. Raises OSError or ValueError."""
@@ -313,14 +313,15 @@ class Trainer:
         for name in ("metrics.jsonl", "result.json"):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self.run.out, name))
-        for name in ("checkpoints", "warmup", "best", "final"):
+        for name in (checkpoint.FOLDER, "warmup", "best", "final"):
             if not os.path.abspath(self.run.model).startswith(
                     os.path.abspath(f"{self.run.out}/{name}")):
                 shutil.rmtree(os.path.join(self.run.out, name), ignore_errors=True)
         write_text(os.path.join(self.run.out, "run.json"), json.dumps(self.flags(), indent=2))
 
-    def trim(self) -> None:
-        """Forget the metrics of steps that were taken after the checkpoint."""
+    def trim(self, start: str) -> None:
+        """Forget what came after the checkpoint: metrics, and checkpoints that are damaged."""
+        checkpoint.forget_after(self.run.out, start)
         with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.truncate(min(file.tell(), self.state["metrics"]))
 
@@ -426,7 +427,8 @@ class Trainer:
             sampled = time.monotonic()
             if self.progress(1, tokens) >= 1:  # for the report, with the weights that sampled them
                 names = [f"question {r.group} #{i % c.group}" for i, r in enumerate(rollouts)]
-                self.shown = report.pack(rollouts, names, self.tokenizer, grpo.advantages(rollouts),
+                self.shown = report.pack(rollouts, names, self.tokenizer,
+                                         grpo.advantages(rollouts, self.loss_config),
                                          evaluation.gaps(self.model, rollouts))
             merged = ({"merge_gap": self.model.merge_gap(self.sampler.model)}
                       if self.model.rank else {})
@@ -482,7 +484,8 @@ class Trainer:
             grown = {n: tree for share in told for n, tree in share.items()}
             rollouts = [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
             tokens += sum(node.sampled for r in rollouts for node in r.root.walk())
-            signal = {r.group for r, a in zip(rollouts, grpo.advantages(rollouts)) if a}
+            worth = grpo.advantages(rollouts, self.loss_config)
+            signal = {r.group for r, a in zip(rollouts, worth) if a}
             last = again == c.resample
             kept += [r for r in rollouts if last or r.group in signal]
             if len(kept) == c.questions * c.group:
@@ -522,12 +525,13 @@ class Trainer:
         """The optimizer steps on a batch of trees; usually one."""
         c, config = self.loss_config, self.update_config
         rows = grpo.make_rows(rollouts, c, random.Random(f"{self.run.seed} draw {step}"))
-        norms = self.depth_norms(rows) if config.norms_by_depth else {}
         batches = self.batches(rows)
+        depths = 1 + max((row.depth for row in rows), default=0)
+        norms = self.depth_norms(batches, depths) if config.norms_by_depth else {}
         lr = config.lr or LR * (10 if config.lora_rank else 1)
         lr *= min(1.0, (step + 1) / 5) * (1 - 0.9 * min(1.0, self.progress()))
         norm = loss = gap_max = 0.0
-        watched = torch.zeros(len(STATS), 1 + max((row.depth for row in rows), default=0))
+        watched = torch.zeros(len(STATS), depths)
         for _ in range(c.updates if rows else 0):  # no signal at all: no step
             loss, gap_max = 0.0, 0.0
             watched.zero_()
@@ -542,13 +546,13 @@ class Trainer:
         self.state["skipped"] += not rows
         total = dict(zip(STATS, watched.sum(1).tolist()))
         tokens = max(1.0, total.pop("tokens"))
-        depths = [{"share": column[0] / tokens,
-                   **{name: x / max(1.0, column[0]) for name, x in zip(STATS[1:], column[1:])}}
-                  | ({"grad_norm": norms[d]} if d in norms else {})
-                  for d, column in enumerate(watched.T.tolist())]
+        by_depth = [{"share": column[0] / tokens,
+                     **{name: x / max(1.0, column[0]) for name, x in zip(STATS[1:], column[1:])}}
+                    | ({"grad_norm": norms[d]} if d in norms else {})
+                    for d, column in enumerate(watched.T.tolist())]
         return {name: x / tokens for name, x in total.items()} | {
             "loss": loss, "grad_norm": norm, "rows": len(rows), "gap_max": gap_max,
-            "skipped": self.state["skipped"], "by_depth": depths,
+            "skipped": self.state["skipped"], "by_depth": by_depth,
             "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts))}
 
     def packs(self, rows: list[Row]) -> list[dict]:
@@ -580,12 +584,12 @@ class Trainer:
         (loss * self.world.size).backward()  # shards get means over the ranks
         return loss.item(), stats, gap
 
-    def depth_norms(self, rows: list[Row]) -> dict[int, float]:
+    def depth_norms(self, batches: list[dict], depths: int) -> dict[int, float]:
         """The norm of the gradient that the nodes of each depth give alone."""
         norms = {}
-        for depth in sorted({row.depth for row in rows}):
-            for t in self.batches([row for row in rows if row.depth == depth]):
-                self.backward(t)
+        for depth in range(depths):
+            for t in batches:
+                self.backward(t | {"weights": t["weights"] * (t["depths"] == depth)})
             gradients = [w.grad for w in self.model.parameters() if w.grad is not None]
             norms[depth] = whole(torch.nn.utils.get_total_norm(gradients)).item()
             self.optimizer.zero_grad(set_to_none=True)

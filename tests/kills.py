@@ -7,6 +7,7 @@ resumed. After --kills of them it may end. Prints when it was killed, at which s
 at last what the run reached, to compare with undisturbed ones.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -22,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def family(pid: int) -> list[int]:
     """The process and all below it."""
     found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [p for child in task.read_text().split() for p in family(int(child))]
-        except OSError:  # it ended meanwhile
-            pass
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                found += [p for child in children for p in family(int(child))]
     return found
 
 

@@ -25,7 +25,7 @@ import tasks  # noqa: E402
 import warmup  # noqa: E402
 from haystacks import LABELS, OPENERS, PAIRS, rule_of  # noqa: E402
 from rlm import LEAF, RLMConfig, as_text, collect, rollout  # noqa: E402
-from tasks import KINDS, SHORTER, keyword_script, make_task, oracle, reward  # noqa: E402
+from tasks import GENERATED, KINDS, SHORTER, keyword_script, make_task, oracle, reward  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 from tree import Completion, Node, Turn  # noqa: E402
 
@@ -393,7 +393,7 @@ def test_no_limit_of_a_deep_tree_leaves_room_for_more(deep_tokenizer):
 # --- what a policy might do instead ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "deep"))
+@pytest.mark.parametrize("kind", GENERATED)
 def test_nothing_degenerate_beats_the_honest_script(kind):
     """Through the real REPL, in trees of at most eight nodes; on copy the echo is the answer."""
     questions = made(kind, 2) if kind != "deep" else [
@@ -411,7 +411,7 @@ def test_nothing_degenerate_beats_the_honest_script(kind):
             assert len(list(root.walk())) <= 8
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "deep"))
+@pytest.mark.parametrize("kind", GENERATED)
 def test_no_constant_answer_pays(kind):
     """Any one answer to all questions of a kind: a letter is right in a quarter of them."""
     questions = made(kind, 12) if kind != "deep" else [
@@ -424,7 +424,7 @@ def test_no_constant_answer_pays(kind):
 
 
 def test_the_honest_script_is_not_called_degenerate():
-    for kind in (*KINDS, "deep"):
+    for kind in GENERATED:
         task = make_task(kind, random.Random(1))
         root = play(task, oracle, max_depth=2)
         assert tasks.degenerate(task, root) == ("echo" if kind == "copy" else "")

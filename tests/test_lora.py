@@ -142,7 +142,7 @@ def test_merging_happens_in_float32_and_its_gap_is_what_rounding_lost():
         assert rounded.dtype == torch.bfloat16
         # the nearest bfloat16 (8 bits): off by half a unit in the last place, 2^-8, at most
         assert ((rounded - exact).abs() <= exact.abs() * 2 ** -7.99).all()
-        lost += float((rounded.double() - exact).square().sum())
+        lost += (rounded.double() - exact).square().sum().item()
         change += float((exact - layer.weight.double()).square().sum())
     assert model.merge_gap(copy) == pytest.approx((lost / change) ** 0.5, rel=1e-3)
     assert 0.001 < model.merge_gap(copy) < 0.5

@@ -81,7 +81,10 @@ def directories():
     """Those of REPLs, without those of spares."""
     spares = set(children(Handle.current.process.pid))
     spares -= set(workers(Handle.current.process.pid))
-    kept = {os.path.basename(os.readlink(f"/proc/{pid}/cwd")) for pid in spares}
+    kept = set()
+    for pid in spares:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            kept.add(os.path.basename(os.readlink(f"/proc/{pid}/cwd")))
     return sorted(set(os.listdir(Handle.current.base)) - kept)
 
 

@@ -514,10 +514,11 @@ def verdict(case, first, then):
 def processes():
     """{pid: (parent, name)} of this machine, zombies included."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # Path.glob fails on one that just ended
         with contextlib.suppress(OSError):
-            head, _, tail = path.read_text(errors="replace").rpartition(")")
-            found[int(path.parent.name)] = (int(tail.split()[1]), head.partition("(")[2])
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            head, _, tail = stat.rpartition(")")
+            found[int(pid)] = (int(tail.split()[1]), head.partition("(")[2])
     return found
 
 

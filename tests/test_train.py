@@ -23,6 +23,7 @@ from grpo import STATS
 from model import Qwen3
 from sampler import Sampler
 from tokenizer import Tokenizer
+from tree import Node
 
 DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
 SHORT = ("--warmup-steps 3 --warmup-trees 6 --warmup-rows 4 --steps 2 --questions 2 --group 2 "
@@ -123,29 +124,53 @@ def test_a_batch_without_signal_changes_no_weight(finished):
     assert trainer.update(signal, 0)["grad_norm"] > 0
 
 
+def make_trainer(monkeypatch, finished, out, flags):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(finished / "warmup"), "--heldout",
+                                      "2", "--out", str(out), *flags.split()])
+    return train.Trainer(*train.parse(train.RunConfig, train.WarmupConfig, train.UpdateConfig,
+                                      grpo.GRPOConfig))
+
+
+@pytest.mark.parametrize("flags, rounds", [("", 3), ("--objective filter", 1)])
+def test_what_is_no_signal_depends_on_the_objective(flags, rounds, finished, tmp_path, monkeypatch):
+    """Trees that are all right say nothing to a baseline, and all to rejection sampling."""
+    trainer = make_trainer(monkeypatch, finished, tmp_path / "g",
+                           f"--resample 2 --questions 2 --group 2 {flags}")
+    asked = []
+    trainer.ahead, trainer.refresh = None, lambda step: None
+    trainer.grow = lambda step, again, trees: asked.append(again) or {
+        n: (Node(), 1.0, "") for n in range(len(trees))}
+    kept, _ = trainer.sample(0)
+    assert asked == list(range(rounds)) and len(kept) == 4
+
+
 @pytest.mark.parametrize("flags", [
-    "--objective dpo", "--kl 0.1 --updates 2 --norms-by-depth", "--lora-rank 2 --objective dpo",
+    "--objective dpo --norms-by-depth", "--kl 0.1 --updates 2", "--lora-rank 2 --objective dpo",
     "--lora-rank 2 --tiny-lora 13",
     "--own 0.5 --process 0.1 --children one", "--objective filter --keep 0.1 --overlong mask"])
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finished, tmp_path,
                                                                   monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(finished / "warmup"), "--heldout",
-                                      "2", "--out", str(tmp_path / "g"), *flags.split()])
-    trainer = train.Trainer(*train.parse(train.RunConfig, train.WarmupConfig, train.UpdateConfig,
-                                         grpo.GRPOConfig))
+    trainer = make_trainer(monkeypatch, finished, tmp_path / "g", flags + " --max-norm 1e9")
     trainer.end_warmup()
     trainer.make_reference()
     task = tasks.make_task("evidence", random.Random(0))
     trees = warmup.demonstrations([task] * 8, trainer.tokenizer, trainer.config, 0)
     assert len({r.reward for r in trees}) > 2 and any(r.root.children for r in trees)
     before = {name: w.clone() for name, w in trainer.model.named_parameters()}
+    gradients, zero_grad = [], trainer.optimizer.zero_grad
+    monkeypatch.setattr(trainer.optimizer, "zero_grad", lambda **more: (gradients.append(
+        {n: w.grad.clone() for n, w in trainer.model.named_parameters() if w.requires_grad}),
+        zero_grad(**more)))
     m = trainer.update(trees, 3)
     assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
     assert all(math.isfinite(m[name]) for name in (*STATS[1:], "loss", "grad_norm"))
     assert sum(d["share"] for d in m["by_depth"]) == pytest.approx(1)
     assert m["kl"] > 0 if "--updates" in flags else m["ratio"] == pytest.approx(1)
     if "--norms-by-depth" in flags:
-        assert all(d["grad_norm"] > 0 for d in m["by_depth"])
+        assert all(d["grad_norm"] > 0 for d in m["by_depth"]) and len(gradients) == 3
+        for name, gradient in gradients.pop().items():  # the parts of the depths make up the whole
+            torch.testing.assert_close(sum(g[name] for g in gradients), gradient, rtol=1e-3,
+                                       atol=1e-5 * float(gradient.abs().max()) + 1e-9)
     assert -1 <= m["own_correlation"] <= 1
 
 
@@ -157,10 +182,12 @@ def test_groups_without_signal_are_sampled_again_and_an_older_policy_takes_its_s
     out = tmp_path / "h"
     assert command(train, monkeypatch, *SHORT, "--model", finished / "warmup", "--warmup-steps", 0,
                    "--heldout", 1, "--out", out,
-                   *"--cross 0.5 --resample 1 --tokens 1".split()) is None
+                   *"--cross 0.5 --resample 1 --tokens 1 --eval-every 1".split()) is None
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (step,) = [row for row in rows if row["phase"] == "grpo"]  # one step is more than a token
     assert step["flat"] == 1 and step["skipped"] == 1  # three supervised steps answer nothing
+    best = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())["best"]
+    assert best == {"step": 1, "score": 0.0} and weights(out / "best")
     counts = sorted(samplers.count(i) for i in set(samplers))
     assert len(counts) == 2 and counts[0] == 2 * 2 * 3  # twice two older trees of three turns
     assert json.loads((out / "result.json").read_text())["sampled_tokens"] > step["tokens"] * 4
