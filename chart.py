@@ -12,6 +12,8 @@ from html import escape
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 56, 150, 36, 44
 COLOURS = ("#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0")  # told apart on white and on black
 GREY = "#8a8a8a"
+FAINT = f'stroke="{GREY}" stroke-opacity="0.25"'
+TICKS = (0, 0.25, 0.5, 0.75, 1)
 SPAN = 5  # steps in the moving average
 
 
@@ -38,15 +40,9 @@ def svg(lines: dict[str, list[list[float]]], title: str) -> str:
         points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values))
         return f'<polyline fill="none" {style} points="{points}"/>'
 
-    def text(at_x, at_y, words, anchor="start", colour=GREY, weight="normal"):
-        return (f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{colour}" '
-                f'font-weight="{weight}">{escape(words)}</text>')
-
     parts = [text(LEFT, 20, title, weight="bold")]
-    for v in (0, 0.25, 0.5, 0.75, 1):
-        parts += [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}" '
-                  f'stroke="{GREY}" stroke-opacity="0.25"/>', text(LEFT - 8, y(v) + 4, f"{v:g}",
-                                                                   "end")]
+    for v in TICKS:
+        parts += [rule(LEFT, y(v), WIDTH - RIGHT, y(v)), text(LEFT - 8, y(v) + 4, f"{v:g}", "end")]
     for i in range(0, steps, max(1, round(steps / 6 / 10) * 10)):
         parts.append(text(x(i), HEIGHT - BOTTOM + 18, str(i), "middle"))
     parts.append(text(x(steps / 2), HEIGHT - 6, "GRPO step", "middle"))
@@ -58,8 +54,7 @@ def svg(lines: dict[str, list[list[float]]], title: str) -> str:
         parts += [path(mean, f'stroke="{colour}" stroke-width="2.5"'),
                   text(x(shared - 1) + 8, y(mean[-1]) + 4, f"{name} {mean[-1]:.2f}",
                        colour=colour, weight="bold")]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'font-family="sans-serif" font-size="13">\n' + "\n".join(parts) + "\n</svg>\n")
+    return page(HEIGHT, parts)
 
 
 def dots(rows: dict[str, list[float]], title: str) -> str:
@@ -67,24 +62,30 @@ def dots(rows: dict[str, list[float]], title: str) -> str:
     left, line, right = 220, 24, 70
     height = 60 + line * len(rows)
     x = lambda v: left + (WIDTH - left - right) * v  # noqa: E731
-
-    def text(at_x, at_y, words, anchor, colour=GREY):
-        return (f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{colour}">'
-                f'{escape(words)}</text>')
-
-    parts = [text(8, 20, title, "start")]
-    for v in (0, 0.25, 0.5, 0.75, 1):
-        parts += [f'<line x1="{x(v):.1f}" x2="{x(v):.1f}" y1="30" y2="{height - 22}" '
-                  f'stroke="{GREY}" stroke-opacity="0.25"/>',
-                  text(x(v), height - 6, f"{v:g}", "middle")]
+    parts = [text(8, 20, title)]
+    for v in TICKS:
+        parts += [rule(x(v), 30, x(v), height - 22), text(x(v), height - 6, f"{v:g}", "middle")]
     for i, (name, values) in enumerate(rows.items()):
         y, middle = 48 + line * i, sum(values) / len(values)
         parts += [text(left - 10, y + 4, name, "end", COLOURS[0])]
         parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="4" fill="{COLOURS[0]}" '
                   'fill-opacity="0.6"/>' for v in values]
-        parts += [f'<line x1="{x(middle):.1f}" x2="{x(middle):.1f}" y1="{y - 8}" y2="{y + 8}" '
-                  f'stroke="{COLOURS[1]}" stroke-width="3"/>',
-                  text(WIDTH - right + 10, y + 4, f"{middle:.2f}", "start", COLOURS[1])]
+        parts += [rule(x(middle), y - 8, x(middle), y + 8,
+                       f'stroke="{COLOURS[1]}" stroke-width="3"'),
+                  text(WIDTH - right + 10, y + 4, f"{middle:.2f}", colour=COLOURS[1])]
+    return page(height, parts)
+
+
+def text(x: float, y: float, words: str, anchor="start", colour=GREY, weight="normal") -> str:
+    return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" '
+            f'font-weight="{weight}">{escape(words)}</text>')
+
+
+def rule(x1: float, y1: float, x2: float, y2: float, style=FAINT) -> str:
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {style}/>'
+
+
+def page(height: float, parts: list[str]) -> str:
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
             f'font-family="sans-serif" font-size="13">\n' + "\n".join(parts) + "\n</svg>\n")
 

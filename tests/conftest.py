@@ -1,9 +1,9 @@
-"""Before torch is loaded: threads that wait sleep soon, so that a busy machine slows tests less."""
+"""Before torch is loaded: one thread, for small models on a machine that may be busy."""
 import os
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ def test_merging_happens_in_float32_and_its_gap_is_what_rounding_lost():
         # the nearest bfloat16 (8 bits): off by half a unit in the last place, 2^-8, at most
         assert ((rounded - exact).abs() <= exact.abs() * 2 ** -7.99).all()
         lost += (rounded.double() - exact).square().sum().item()
-        change += float((exact - layer.weight.double()).square().sum())
+        change += (exact - layer.weight.double()).square().sum().item()
     assert model.merge_gap(copy) == pytest.approx((lost / change) ** 0.5, rel=1e-3)
     assert 0.001 < model.merge_gap(copy) < 0.5
     assert adapted().merge_gap(adapted().merged_copy()) < 1e-6  # float32
