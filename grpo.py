@@ -8,12 +8,13 @@ and every node below it inherits A_g: children need no reward of their own. With
 of node y that sampled at least one token, the objective of a tree is the recursion
 
     J(y, A) = J_node(y, A) + (1 / k_y) * sum_i J(y_i, A)
-    J_node  = (1 / |y|) * sum_t min(rho_t A, clip(rho_t, 1 - eps_low, 1 + eps_high) A)
-    J       = mean over trees of J(root_g, A_g) - beta * KL(pi || pi_ref);      the loss is -J
+    J_node  = c * sum_t [w_t min(rho_t A, clip(rho_t, 1 - eps_low, 1 + eps_high) A) - beta k3_t]
+    J       = mean over all trees of the batch of J(root_g, A_g);               the loss is -J
 
-over the sampled tokens t of y, rho_t = pi(t) / pi_old(t). Unrolled, a node's term carries the
-product of the 1/k on the way from the root (`node_weights`), so a root that spawns forty children
-does not outweigh one that spawns two.
+over the sampled tokens t of y, rho_t = pi(t) / pi_old(t). c is a constant (Dr. GRPO) where GRPO has
+1/|y|; k3_t estimates KL(pi || pi_ref). Unrolled, a node's term carries the product of the 1/k on
+the way from the root (`node_weights`), so a root that spawns forty children does not outweigh one
+that spawns two. Trees of groups without signal have A = 0 and count in the mean all the same.
 
 The pass, top to bottom: `advantages` (one a tree) -> `credit` (one a turn) -> `node_weights` (one a
 node) -> `make_rows` (one row a node) -> `micro_batches`, `collate` -> `policy_loss`. Weights are
@@ -21,8 +22,8 @@ known before any forward pass and a token's contribution is weight * min(...), s
 depend on how rows are cut into micro-batches, or which rank computes them. A micro-batch is a pack:
 rows one after another without padding, each of which sees only itself. pi_old are the trainer's
 own log-probabilities before the update: rho = 1 on the first update of a batch. That the sampler's
-differ (precision, kernels, an older policy) is a separate weight pi_old / pi_sampler, truncated as
-in TIS and detached. GRPOConfig has the switches; one default differs: 1/|y| is a constant.
+differ (precision, kernels, an older policy) is the weight w_t = pi_old / pi_sampler, truncated as
+in TIS and detached. GRPOConfig has the switches.
 
 Two other methods are this loss with other advantages. Rejection sampling (`filter`): 1 for trees
 that scored enough. DPO (2305.18290): where rho = 1, the gradient of -log sigmoid(beta m) for a pair
@@ -33,7 +34,7 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -41,11 +42,20 @@ from torch import Tensor
 from tree import Node, Rollout
 
 OVERLONG = ("turns", "window", "budget")  # how a root ends that was cut off
+PENALTY = 0.5
 
 
 def flag(default, text: str, least: float = 0):
     """A dataclass field that becomes --name with this help text; a number is at least `least`."""
     return field(default=default, metadata={"help": text, "least": least})
+
+
+def check_least(config) -> None:
+    """Raises ValueError for a number below its least value, or not a number."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
+            raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
 
 
 @dataclass(frozen=True)
@@ -59,26 +69,26 @@ class GRPOConfig:
                                  "one: 1 for one of them, drawn at random")
     discount: float = flag(1.0, "a node's weight is multiplied by this once a level")
     length: str = flag("constant", "a token's weight in its node y. sequence: 1/|y| (GRPO); "
-                                   "constant: 1/64 (Dr. GRPO, 2503.20783); batch: all sampled "
-                                   "tokens of the batch alike, children or not (DAPO, 2503.14476)")
+                                   "constant: 1 / --length-constant (Dr. GRPO, 2503.20783); "
+                                   "batch: all sampled tokens of the batch alike, children or not "
+                                   "(DAPO, 2503.14476)")
+    length_constant: float = flag(64.0, "of --length constant: about the tokens of a turn", 1)
     std: str = flag("on", "advantages over the group's deviation. on: yes; off: no (Dr. GRPO)")
-    clip_low: float = flag(0.2, "ratios below 1 minus this are clipped")
-    clip_high: float = flag(0.2, "ratios above 1 plus this are clipped (DAPO's clip-higher: 0.28)")
+    std_floor: float = flag(1e-2, "added to the deviation, so that near-equal trees count little")
+    clip_low: float = flag(0.2, "from the second update on, ratios below 1 minus this are clipped")
+    clip_high: float = flag(0.2, "ratios above 1 plus this (DAPO's clip-higher: 0.28)")
     updates: int = flag(1, "optimizer steps on each batch, all of it each time", 1)
     kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from (k3 estimator)")
-    gap_max: float = flag(2.0, "truncation of pi_old / pi_sampler (TIS)")
+    gap_max: float = flag(2.0, "truncation of pi_old / pi_sampler (TIS)", 1)
     overlong: str = flag("keep", "trees cut off by a limit. keep: scored as they are; mask: in the "
-                                 "baseline, not trained (DAPO); punish: 0.5 less reward")
+                                 f"baseline, not trained (DAPO); punish: {PENALTY} less reward")
     own: float = flag(0.0, "share of a child's advantage that its own score gives, if it has one")
     process: float = flag(0.0, "advantage of a turn without an error (Agent-R1, 2511.14460)")
     keep: float = flag(0.5, "score from which --objective filter learns from a tree")
     dpo_beta: float = flag(0.1, "beta of DPO")
 
-    length_constant: float = 64.0  # these three are no flags
-    std_floor: float = 1e-2
-    penalty: float = 0.5  # of --overlong punish
-
     def __post_init__(self):
+        check_least(self)
         for name, allowed in (("objective", "grpo filter dpo"), ("credit", "inherit root children"),
                               ("children", "mean sum one"), ("length", "sequence constant batch"),
                               ("std", "on off"), ("overlong", "keep mask punish")):
@@ -89,18 +99,21 @@ class GRPOConfig:
         for wrong, why in (
                 (self.own > 1, "own is a share, at most 1"),
                 (self.clip_low >= 1, "clip_low is below 1"),
+                (self.updates == 1 and (self.clip_low, self.clip_high) != (0.2, 0.2),
+                 "ratios are 1 in the first update: clip_low and clip_high need updates"),
+                (self.keep != 0.5 and self.objective != "filter"
+                 or self.dpo_beta != 0.1 and self.objective != "dpo",
+                 "keep is for objective filter, dpo_beta for dpo"),
                 (self.credit == "root" and (below or self.own > 0),
                  "credit root trains no children: children, discount and own have no effect"),
                 (self.length == "batch" and below,
                  "length batch weights all tokens alike: children and discount have no effect"),
-                (self.process > 0 and self.overlong == "mask",
-                 "process would train the trees that overlong mask keeps out"),
                 (self.objective != "grpo" and (self.own or self.process or self.std == "off"),
                  f"{self.objective} has no baseline: own, process and std have no effect"),
-                (self.objective == "dpo" and (self.updates > 1 or self.kl
+                (self.objective == "dpo" and (self.updates > 1 or self.kl or self.overlong == "mask"
                                               or self.length != "constant"),
-                 "dpo has a reference, no length weight and advantages that hold for one update: "
-                 "kl, length and updates have no effect")):
+                 "dpo has a reference, no length weight, advantages that hold for one update and "
+                 "whole pairs: kl, length, updates and overlong mask have no effect")):
             if wrong:
                 raise ValueError(why)
 
@@ -136,28 +149,31 @@ def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> li
             groups[r.group].append(i)
     result = [0.0] * len(rollouts)
     for name, members in groups.items():
-        cut = [rollouts[i].root.end in OVERLONG for i in members]
-        r = [rollouts[i].reward - config.penalty * (c and config.overlong == "punish")
-             for i, c in zip(members, cut)]
-        if not all(map(math.isfinite, r)):
-            raise ValueError(f"group {name}: rewards {r} are not finite")
-        flat = max(r) - min(r) < 1e-9  # rounding in the mean is no signal
+        rewards = [rollouts[i].reward for i in members]
+        if config.overlong == "punish":
+            rewards = [r - PENALTY * (rollouts[i].root.end in OVERLONG)
+                       for i, r in zip(members, rewards)]
+        if not all(map(math.isfinite, rewards)):
+            raise ValueError(f"group {name}: rewards {rewards} are not finite")
+        A = relative(rewards, config)
         if config.objective == "filter":
-            A = [float(x >= config.keep) for x in r]
-        elif flat:
-            A = [0.0] * len(r)
-        elif config.objective == "dpo":
-            best, worst = r.index(max(r)), r.index(min(r))
-            A = [float((i == best) - (i == worst)) for i in range(len(r))]
-        else:
-            A = relative(r, config)
-        for i, a, c in zip(members, A, cut):
-            result[i] = 0.0 if c and config.overlong == "mask" else a
+            A = [float(r >= config.keep) for r in rewards]
+        elif config.objective == "dpo":  # in a group without signal best and worst are the same
+            best, worst = A.index(max(A)), A.index(min(A))
+            A = [(i == best) - (i == worst) for i in range(len(A))]
+        for i, a in zip(members, A):
+            result[i] = 0.0 if masked(rollouts[i], config) else float(a)
     return result
+
+
+def masked(rollout: Rollout, config: GRPOConfig) -> bool:
+    return config.overlong == "mask" and rollout.root.end in OVERLONG
 
 
 def relative(values: list[float], config: GRPOConfig) -> list[float]:
     """Values minus their mean, over their deviation if config.std is on."""
+    if max(values) - min(values) < 1e-9:  # rounding in the mean is no signal
+        return [0.0] * len(values)
     mean = sum(values) / len(values)
     deviation = (sum((x - mean) ** 2 for x in values) / len(values)) ** 0.5
     scale = deviation + config.std_floor if config.std == "on" else 1.0
@@ -170,7 +186,7 @@ def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, list[float
     own      A = (1 - own) * A_root + own * A_own for nodes with a score of their own (Node.score),
              A_own being relative to all of them in the group
     process  plus process * (v_t - mean v), v_t = 1 for a turn with a valid block and no error;
-             at most |A| / 2, so that it never outweighs the answer, unless that says nothing
+             at most |A| / 2, so that it never outweighs the answer; all of it where A is 0
     """
     result = {}
     scored, turns = defaultdict(list), defaultdict(list)
@@ -191,7 +207,7 @@ def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, list[float
             mean = sum(valid) / len(valid)
             for (node, t), v in zip(members, valid):
                 A, extra = result[node][t], config.process * (v - mean)
-                most = abs(A) / 2 if A else config.process
+                most = abs(A) / 2 or math.inf
                 result[node][t] += max(-most, min(most, extra))
     return result
 
@@ -201,7 +217,7 @@ def node_weights(root: Node, config: GRPOConfig = GRPOConfig(),
     """The weight of each node's J_node in J(root): the product of 1/k from the root down, k
     counting the children that sampled at least one token. Nodes that sampled none are absent.
     `draw` picks the one child of `children="one"`."""
-    weights = {}
+    weights, draw = {}, draw or random.Random(0)
 
     def visit(node: Node, weight: float) -> None:
         if node.sampled:
@@ -223,7 +239,7 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
     dropped here (a KL term needs them, then they stay); they count in the means all the same."""
     worth = credit(rollouts, config)
     trees = [r for r in rollouts if not r.failed]
-    nodes = [(node, weight, r.group) for r in trees
+    nodes = [(node, weight, r.group) for r in trees if not masked(r, config)
              for node, weight in node_weights(r.root, config, draw).items()
              if config.credit == "inherit" or (node is r.root) == (config.credit == "root")]
     tokens = sum(node.sampled for node, _, _ in nodes)
@@ -237,8 +253,8 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
             "constant": weight / config.length_constant / len(trees),
             "batch": 1 / tokens}[config.length]
         sampled = [turn for turn in node.turns if turn.logprobs is not None]
-        flat = [a for a, turn in zip(worth[node], sampled) for _ in turn.ids]
-        rows.append(Row(node.ids, node.mask, node.logprobs, flat, scale, node.depth, pairs[group]))
+        each = [a for a, turn in zip(worth[node], sampled) for _ in turn.ids]
+        rows.append(Row(node.ids, node.mask, node.logprobs, each, scale, node.depth, pairs[group]))
     return rows
 
 
@@ -255,6 +271,7 @@ def micro_batches(rows: list[Row], max_tokens: int, square: float = 0.0, rank: i
     def tokens(some: list[Row]) -> int:
         return sum(len(row.ids) for row in some)
 
+    # Two rows of more than half a pack cannot share one.
     least = max(-(-tokens(rows) // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
     packs = [[] for _ in range(min(-(-least // ranks) * ranks, len(rows)))]
     for row in sorted(rows, key=cost, reverse=True):
@@ -300,7 +317,8 @@ def dpo_advantages(batches: list[dict[str, Tensor]], config: GRPOConfig,
             margin[pair] += m
     factor = torch.zeros(max(margin) + 1, device=batches[0]["old"].device)
     for pair, m in margin.items():
-        factor[pair] = config.dpo_beta / (1 + math.exp(config.dpo_beta * m)) / len(margin)
+        wrong = torch.tensor(-config.dpo_beta * m, dtype=torch.float64).sigmoid()
+        factor[pair] = config.dpo_beta * wrong / len(margin)
     for t in batches:
         t["advantages"] = t["advantages"] * factor[t["pairs"]]
 

@@ -189,7 +189,8 @@ def test_an_unknown_switch_is_refused_by_name(name):
     dict(length="batch", discount=0.5), dict(objective="filter", std="off"),
     dict(objective="filter", process=0.1), dict(objective="dpo", updates=2),
     dict(objective="dpo", kl=0.1), dict(objective="dpo", length="sequence"),
-    dict(process=0.1, overlong="mask")])
+    dict(objective="dpo", overlong="mask"), dict(clip_high=0.28), dict(keep=0.1),
+    dict(objective="filter", dpo_beta=1.0)])
 def test_switches_that_contradict_each_other_are_refused(switches):
     with pytest.raises(ValueError):
         GRPOConfig(**switches)
@@ -218,6 +219,33 @@ def cut(reward, end):
 def test_overlong_trees_by_hand(how, expected):
     trees = [cut(1.0, "final"), cut(0.0, "final"), cut(-0.1, "turns")]
     assert advantages(trees, plain(overlong=how)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("switches", [dict(kl=0.1), dict(own=0.5), dict(process=0.1)])
+def test_a_masked_tree_has_no_row_whatever_else_is_on(switches):
+    trees = scored_trees()
+    trees[0].root.end = "turns"
+    rows = [make_rows(trees, plain(overlong=how, **switches)) for how in ("keep", "mask")]
+    assert len(rows[0]) - len(rows[1]) == sum(1 for _ in trees[0].root.walk()) == 3
+
+
+@pytest.mark.parametrize("wrong", [dict(updates=0), dict(kl=-1.0), dict(keep=math.nan),
+                                   dict(gap_max=0.5), dict(length_constant=0.0)])
+def test_a_number_below_its_least_value_is_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} is .*, the least is"):
+        GRPOConfig(**wrong)
+
+
+def test_a_margin_of_thousands_of_nats_is_no_overflow():
+    config = GRPOConfig(objective="dpo", dpo_beta=1.0)
+    t = {"advantages": torch.tensor([1.0, -1.0]), "weights": torch.ones(2),
+         "old": torch.tensor([0.0, -1e4]), "reference": torch.tensor([-1e4, 0.0]),
+         "pairs": torch.zeros(2, dtype=torch.long)}
+    for sign, expected in ((1.0, 0.0), (-1.0, 1.0)):  # far better already; far worse
+        batch = t | {"advantages": sign * t["advantages"]}
+        dpo_advantages([batch], config)
+        assert batch["advantages"].abs().tolist() == [expected] * 2
 
 
 def scored_trees():
@@ -341,8 +369,9 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, surrogate, slope, clipp
 
 
 def test_the_two_sides_clip_by_their_own_limits():
-    assert loss_of(1.5, 1.0, clip_high=0.4, clip_low=0.1)[0] == pytest.approx(-1.4)
-    assert loss_of(0.5, -1.0, clip_high=0.4, clip_low=0.1)[0] == pytest.approx(0.9)
+    limits = dict(updates=2, clip_high=0.4, clip_low=0.1)
+    assert loss_of(1.5, 1.0, **limits)[0] == pytest.approx(-1.4)
+    assert loss_of(0.5, -1.0, **limits)[0] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("gap, trust", [
@@ -400,7 +429,7 @@ def test_on_the_first_update_the_ratio_is_1_and_the_gradient_the_policy_gradient
     assert torch.allclose(new.grad, -w * a)
 
 
-@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(clip_high=0.5, gap_max=1.2)])
+@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(updates=2, clip_high=0.5, gap_max=1.2)])
 def test_the_gradient_agrees_with_finite_differences(switches):
     """On a table of logits, with clipped, unclipped and truncated tokens among them."""
     rng = torch.Generator().manual_seed(1)
