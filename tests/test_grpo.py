@@ -221,7 +221,7 @@ def test_overlong_trees_by_hand(how, expected):
     assert advantages(trees, plain(overlong=how)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("switches", [dict(kl=0.1), dict(own=0.5), dict(process=0.1)])
+@pytest.mark.parametrize("switches", [dict(kl=0.1), dict(own=0.25), dict(process=0.1)])
 def test_a_masked_tree_has_no_row_whatever_else_is_on(switches):
     trees = scored_trees()
     trees[0].root.end = "turns"
