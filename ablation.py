@@ -3,7 +3,8 @@
 The configurations of a seed start from one warm-up, see the same questions and sample the same
 number of tokens; only the flags in SETS differ. Each is a run of train.py in a directory of its own
 under --out, so what was interrupted goes on where it was, and what is finished is not run again.
-After every run the results are written to ablations/NAME.json and NAME.md, and drawn as NAME.svg.
+After every run the results are written to OUT/NAME.json and NAME.md, and drawn as NAME.svg; those of
+the README are in ablations/.
 
 The interval of a mean over seeds, and of a difference to the set's first configuration (paired, on
 the same seeds), is Student's at 95 %. Left out: a search for the best value of anything.
@@ -19,8 +20,7 @@ from tree import write_text
 
 SEEDS = (0, 1, 2)
 TOKENS = 170_000  # sampled in GRPO by each run, about 30 steps of the tiny setting
-STUDENT = {2: 12.71, 3: 4.303}  # 97.5 % quantile for so many seeds
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ablations")
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile for so many seeds
 SETS = {
     "core": {
         "default": "",
@@ -56,16 +56,19 @@ SETS = {
 def run(name: str, out: str) -> None:
     """Run what is missing of a set, seed by seed, and print its table.
 
-    Raises ValueError for an unknown name, RuntimeError if a run fails."""
+    Raises ValueError for an unknown name, and if a finished run had other flags; RuntimeError if a
+    run fails."""
     if name not in SETS:
         raise ValueError(f"--ablation is {name!r}; there are {', '.join(SETS)}")
     for seed in SEEDS:
         warmup = os.path.join(out, f"warmup-{seed}")
         if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
-            train(warmup, f"--seed {seed} --steps 0")
+            train(warmup, f"--seed {seed} --steps 0 --heldout 8")
         for label, flags in SETS[name].items():
             path = run_path(out, label, seed)
-            if not os.path.exists(os.path.join(path, "result.json")):
+            if os.path.exists(os.path.join(path, "result.json")):
+                same(path, flags)
+            else:
                 train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 --steps 1000 "
                             f"--tokens {TOKENS} {flags}")
             report(name, out)
@@ -75,6 +78,16 @@ def run(name: str, out: str) -> None:
 def run_path(out: str, label: str, seed: int) -> str:
     plain = "".join(c if c.isalnum() else "-" for c in label).strip("-").lower()
     return os.path.join(out, f"{plain}-{seed}")
+
+
+def same(path: str, flags: str) -> None:
+    with open(os.path.join(path, "result.json"), encoding="utf-8") as file:
+        had = json.load(file)["flags"]
+    words = flags.split()
+    for name, value in zip(words[::2], words[1::2]):
+        name = name.strip("-").replace("-", "_")
+        if had[name] != type(had[name])(value):
+            raise ValueError(f"{path} was run with {name} {had[name]}, not {value}: remove it")
 
 
 def train(path: str, flags: str) -> None:
@@ -89,10 +102,9 @@ def train(path: str, flags: str) -> None:
 
 
 def report(name: str, out: str) -> None:
-    """Write ablations/NAME.json, .md and .svg from the runs that are finished."""
+    """Write OUT/NAME.json, .md and .svg from the runs that are finished."""
     rows = json_rows(name, out)
-    os.makedirs(FOLDER, exist_ok=True)
-    path, command = os.path.join(FOLDER, name), f"python train.py --ablation {name}"
+    path, command = os.path.join(out, name), f"python train.py --ablation {name}"
     write_text(f"{path}.json", json.dumps({"command": command, "tokens": TOKENS, "rows": rows}))
     write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
     write_text(f"{path}.svg", chart.dots(

@@ -97,12 +97,12 @@ def sizes(path: str) -> dict[str, int]:
             for at, _, names in os.walk(path) for name in names}
 
 
-def no_room(out: str, size: int) -> str | None:
-    """None if three checkpoints of that many bytes fit on the disk, else one line."""
+def no_room(out: str, n: int, size: int) -> str | None:
+    """None if n checkpoints of that many bytes fit on the disk, else one line."""
     while not os.path.isdir(out):
         out = os.path.dirname(os.path.abspath(out))
-    need, free = 3 * size, shutil.disk_usage(out).free
-    return (f"{out}: {free / 1e9:.1f} GB are free, three checkpoints need {need / 1e9:.1f}"
+    need, free = n * size, shutil.disk_usage(out).free
+    return (f"{out}: {free / 1e9:.1f} GB are free, {n} checkpoints need {need / 1e9:.1f}"
             if need > free else None)
 
 

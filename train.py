@@ -52,7 +52,7 @@ import plan
 import report
 import rlm
 import tasks
-from grpo import STATS, GRPOConfig, Row, flag
+from grpo import STATS, GRPOConfig, Row, check_least, flag
 from model import Qwen3, Qwen3Config, whole
 from parallel import World
 from sampler import Sampler
@@ -73,6 +73,7 @@ class RunConfig:
     ablation: str = flag("", "run this set of configurations (ablation.py) under --out, and stop")
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out")
+    overwrite: bool = flag(False, "empty an --out that holds another run")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
     save_every: int = flag(25, "steps between checkpoints", 1)
     keep_last: int = flag(2, "checkpoints kept, the last ones", 1)
@@ -113,7 +114,7 @@ class UpdateConfig:
     compile: bool = flag(False, "torch.compile each layer in the update")
     overlap: bool = flag(False, "sample the next batch while updating on this one: its policy is "
                                 "then one update old, for which --gap-max limits the weight")
-    max_norm: float = flag(1.0, "gradients are clipped to this norm")
+    max_norm: float = flag(1.0, "gradients are clipped to this norm; 0: they are not")
     micro_tokens: int = flag(2048, "tokens in a forward pass of the update, rows packed", 1)
     tokens: int = flag(0, "GRPO ends after so many sampled tokens; 0: after --steps alone")
     resample: int = flag(0, "groups whose trees all score the same are replaced by those of other "
@@ -127,6 +128,10 @@ class UpdateConfig:
 # What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
 COMPUTE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
+# Flags that a resumed run may change: how far it goes, how fast, and what it keeps.
+MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr max_norm heldout save_every "
+              "keep_last eval_every show_every sandbox sample_threads recompute compile "
+              "micro_tokens norms_by_depth").split()
 LR = 5e-4  # of GRPO on all weights
 OLDER = 10  # steps between refreshes of the older policy of --cross
 
@@ -136,6 +141,7 @@ def main() -> None:
     try:
         run, warm, update, loss = parse(RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
         if run.plan:
+            check_flags(run, warm, update, world.size)
             config = (Qwen3Config.read(os.path.join(run.model, "config.json")) if run.model
                       else Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY))
             window = (rlm.load_config(run.model, config.max_position_embeddings).window
@@ -143,6 +149,9 @@ def main() -> None:
             print(make_plan(config, window, frozen_dtype(run.model), update, world).table())
             return
         if run.ablation:
+            if (run, warm, update, loss) != (RunConfig(ablation=run.ablation, out=run.out),
+                                             WarmupConfig(), UpdateConfig(), GRPOConfig()):
+                raise ValueError("--ablation sets all flags itself but --out")
             ablation.run(run.ablation, run.out)
             return
         Trainer(run, warm, update, loss, world).train()
@@ -150,7 +159,7 @@ def main() -> None:
     except (OSError, ValueError, FloatingPointError, RuntimeError) as error:
         sys.exit(world.message(error))
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; continue with --resume")
+        sys.exit("train.py: interrupted; continue with --resume (an ablation with the same flags)")
     finally:
         world.release()
 
@@ -164,10 +173,11 @@ class Trainer:
         self.world = world = world or World()
         self.shown = None  # the last step's trees, packed for the report
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0, "best": None, "model": run.model}
+                      "sampled": 0, "skipped": 0, "best": None}
         world.agree(facts(self.flags()))
         with world.together():
-            self.check()
+            check_flags(run, warm, update, world.size)
+            self.read()
         with world.together():
             start = self.starting_point() if world.rank == 0 else None
         start, self.state, self.resumed = world.gather((start, self.state, self.resumed)
@@ -181,11 +191,14 @@ class Trainer:
             self.tokenizer = Tokenizer.from_pretrained(start)
             self.config = rlm.load_config(start, config.max_position_embeddings, run.sandbox)
             self.config = replace(self.config, max_depth=run.max_depth or self.config.max_depth)
+            self.teacher = (teacher_trees(warm.warmup, warm.warmup_score, self.tokenizer)
+                            if warm.warmup and warms_up else None)
             self.frozen = frozen_dtype(base if in_grpo else run.model or base)
             self.plan = make_plan(config, self.config.window, self.frozen, update, world)
             print(self.plan.table())
             if problem := (self.plan.problem(warms_up, world.size)
-                           or checkpoint.no_room(run.out, self.plan.checkpoint_bytes)):
+                           or checkpoint.no_room(run.out, run.keep_last + 1,
+                                                 self.plan.checkpoint_bytes)):
                 raise ValueError(problem)
         model, _ = self.plan.parameters
         # A token of attention to T others costs as much as T times this share of all weights.
@@ -204,25 +217,9 @@ class Trainer:
             if world.rank == 0:
                 self.trim(start) if self.resumed else self.clear()
 
-    def check(self) -> None:
-        """What can be wrong before anything was read or written. Raises OSError or ValueError."""
-        run, update = self.run, self.update_config
-        if run.sandbox not in ("require", "auto", "off"):
-            raise ValueError(f"--sandbox is {run.sandbox!r}; it can be require, auto or off")
-        if run.task not in tasks.TRAINED:
-            raise ValueError(f"--task is {run.task!r}; it can be {' or '.join(tasks.TRAINED)}")
-        if self.warm.warmup_degenerate not in ("", *tasks.DEGENERATE):
-            raise ValueError(f"--warmup-degenerate is {self.warm.warmup_degenerate!r}; it can be "
-                             f"{', '.join(tasks.DEGENERATE)}")
-        if update.tiny_lora and not update.lora_rank:
-            raise ValueError("--tiny-lora needs --lora-rank, the rank of its frozen factors")
-        if update.tiny_lora and self.world.size > 1:
-            raise ValueError("--tiny-lora trains on one device only")
-        if update.cross > 1:
-            raise ValueError(f"--cross is {update.cross}; it is a share, at most 1")
-        if self.world.size > update.questions:
-            raise ValueError(f"{self.world.size} ranks, but only {update.questions} --questions in "
-                             "a step: each rank samples its own")
+    def read(self) -> None:
+        """The questions, before anything is written. Raises OSError or ValueError."""
+        run = self.run
         self.questions = None  # those of --data for training; None: generated ones
         if run.data:
             self.questions, self.heldout = tasks.split(tasks.load_tasks(run.data))
@@ -296,12 +293,20 @@ class Trainer:
             with open(os.path.join(last, "state.json"), encoding="utf-8") as file:
                 self.state |= json.load(file)
             print(f"resuming {out} at {self.state['phase']} step {self.state['step']}")
-            fixed = self.state.get("lora", {}) | {"model": self.state["model"]}
-            for name, value in fixed.items():
-                if value != self.flags()[name]:
-                    raise ValueError(f"{last}/state.json: {name} is {value}; a resumed run cannot "
-                                     "change it")
+            with open(os.path.join(out, "run.json"), encoding="utf-8") as file:
+                started = json.load(file)
+            for name, value in self.flags().items():
+                if value != started.get(name, value) and name not in MAY_CHANGE:
+                    raise ValueError(f"{out}/run.json: {name} is {started[name]!r}; a resumed run "
+                                     "cannot change it")
             return last
+        held = checkpoint.checkpoints(out) or os.path.exists(os.path.join(out, "result.json"))
+        if held and not self.run.overwrite:
+            raise ValueError(f"{out} holds another run: --resume continues it, --overwrite empties "
+                             "it, or give another --out")
+        inside = os.path.join(os.path.abspath(out), "")
+        if self.run.model and os.path.join(os.path.abspath(self.run.model), "").startswith(inside):
+            raise ValueError(f"--model {self.run.model} lies in --out, which a new run empties")
         if self.run.resume:
             print(f"{out}: no checkpoint yet, starting afresh")
         return self.run.model or make_tiny(os.path.join(out, "init"), self.run.seed,
@@ -314,13 +319,15 @@ class Trainer:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self.run.out, name))
         for name in (checkpoint.FOLDER, "warmup", "best", "final"):
-            if not os.path.abspath(self.run.model).startswith(
-                    os.path.abspath(f"{self.run.out}/{name}")):
-                shutil.rmtree(os.path.join(self.run.out, name), ignore_errors=True)
+            shutil.rmtree(os.path.join(self.run.out, name), ignore_errors=True)
+        self.save_flags()
+
+    def save_flags(self) -> None:
         write_text(os.path.join(self.run.out, "run.json"), json.dumps(self.flags(), indent=2))
 
     def trim(self, start: str) -> None:
         """Forget what came after the checkpoint: metrics, and checkpoints that are damaged."""
+        self.save_flags()
         checkpoint.forget_after(self.run.out, start)
         with open(os.path.join(self.run.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.truncate(min(file.tell(), self.state["metrics"]))
@@ -361,17 +368,14 @@ class Trainer:
         c = self.warm
         if not c.warmup_steps:
             return
-        if c.warmup:
-            trees = teacher_trees(c.warmup, c.warmup_score, self.tokenizer)
-        else:
-            questions = [self.question("warmup", i) for i in range(c.warmup_trees)]
-            trees = demonstrations(questions, self.tokenizer, self.config, self.run.seed,
-                                   c.warmup_degenerate)
+        trees = self.teacher or demonstrations(
+            [self.question("warmup", i) for i in range(c.warmup_trees)], self.tokenizer,
+            self.config, self.run.seed, c.warmup_degenerate)
         nodes = [node for r in trees for node in r.root.walk()
                  if node.sampled and len(node.ids) <= self.config.window]
         if not nodes:
-            raise ValueError(f"{c.warmup}: no conversation fits into {self.config.window} tokens, "
-                             "the model's window; run eval.py --save with its --model")
+            raise ValueError(f"no conversation of {c.warmup or 'the scripts'} fits into the window "
+                             f"of {self.config.window} tokens")
         score = sum(r.reward for r in trees) / len(trees)
         print(f"warm-up: {len(trees)} {'saved' if c.warmup else 'scripted'} trees, {len(nodes)} "
               f"nodes, mean reward {score:.3f}")
@@ -411,8 +415,7 @@ class Trainer:
         dtype = self.frozen if c.lora_rank else torch.float32
         self.save_model(path, dtype=dtype)
         self.load_model(path, dtype, bool(c.lora_rank))
-        self.state.update(phase="grpo", step=0, lora={
-            name: getattr(c, name) for name in ("lora_rank", "lora_alpha", "tiny_lora")})
+        self.state.update(phase="grpo", step=0)
         self.save_checkpoint()
 
     # --- phase 2 ------------------------------------------------------------------------------
@@ -530,18 +533,18 @@ class Trainer:
         norms = self.depth_norms(batches, depths) if config.norms_by_depth else {}
         lr = config.lr or LR * (10 if config.lora_rank else 1)
         lr *= min(1.0, (step + 1) / 5) * (1 - 0.9 * min(1.0, self.progress()))
-        norm = loss = gap_max = 0.0
+        norm = loss = largest_gap = 0.0
         watched = torch.zeros(len(STATS), depths)
         for _ in range(c.updates if rows else 0):  # no signal at all: no step
-            loss, gap_max = 0.0, 0.0
+            loss, largest_gap = 0.0, 0.0
             watched.zero_()
             for t in batches:
                 part, stats, gap = self.backward(t)
                 loss += part
                 watched[:, :stats.shape[1]] += stats.cpu()
-                gap_max = max(gap_max, gap)
-            losses, gaps, sums = zip(*self.world.gather((loss, gap_max, watched.clone())))
-            loss, gap_max, watched = sum(losses), max(gaps), sum(sums)
+                largest_gap = max(largest_gap, gap)
+            losses, gaps, sums = zip(*self.world.gather((loss, largest_gap, watched.clone())))
+            loss, largest_gap, watched = sum(losses), max(gaps), sum(sums)
             norm = self.optimizer_step(lr, loss)
         self.state["skipped"] += not rows
         total = dict(zip(STATS, watched.sum(1).tolist()))
@@ -550,10 +553,10 @@ class Trainer:
                      **{name: x / max(1.0, column[0]) for name, x in zip(STATS[1:], column[1:])}}
                     | ({"grad_norm": norms[d]} if d in norms else {})
                     for d, column in enumerate(watched.T.tolist())]
-        return {name: x / tokens for name, x in total.items()} | {
-            "loss": loss, "grad_norm": norm, "rows": len(rows), "gap_max": gap_max,
+        return {name: x / tokens if rows else None for name, x in total.items()} | {
+            "loss": loss, "grad_norm": norm, "rows": len(rows), "largest_gap": largest_gap,
             "skipped": self.state["skipped"], "by_depth": by_depth,
-            "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts))}
+            "own_correlation": grpo.own_correlation(rollouts, grpo.advantages(rollouts, c))}
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
@@ -610,7 +613,7 @@ class Trainer:
     def optimizer_step(self, lr: float, loss: float) -> float:
         """Clip, step, clear; returns the gradient's norm. Never lets a NaN into the weights."""
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(),
-                                                    self.update_config.max_norm)).item()
+                                                    self.update_config.max_norm or math.inf)).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {norm}: not finite. The last checkpoint "
@@ -773,6 +776,7 @@ def describe(rollouts: list[Rollout]) -> dict:
         "reward": sum(r.reward for r in scored) / n,
         "flat": sum(max(g) - min(g) < 1e-9 for g in groups.values()) / len(groups),
         "failed": len(rollouts) - n,
+        "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
         "nodes": len(nodes) / n,
         "turns": sum(t.role == "assistant" for node in nodes for t in node.turns) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
@@ -801,13 +805,15 @@ def line(m: dict, steps: int) -> str:
     """One step for people."""
     total = sum(m["ends"].values())
     how = " ".join(f"{end} {n / total:.0%}" for end, n in m["ends"].items())
+    lost = f" | failed {m['failed']}: {next(iter(m['failures']))[:60]}" if m["failed"] else ""
+    learnt = "no signal, no step"
+    if m["rows"]:
+        learnt = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}"
+                  f"{' merge ' + format(m['merge_gap'], '.0e') if 'merge_gap' in m else ''} "
+                  f"grad {m['grad_norm']:.2f}")
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat {m['flat']:.0%} | "
             f"a tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns {m['tokens']:.0f} tokens | "
-            f"{how}{' | failed ' + str(m['failed']) if m['failed'] else ''} | "
-            f"{'no signal, no step | ' if not m['rows'] else ''}"
-            f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}"
-            f"{' merge ' + format(m['merge_gap'], '.0e') if 'merge_gap' in m else ''} "
-            f"grad {m['grad_norm']:.2f} | "
+            f"{how}{lost} | {learnt} | "
             f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} update {m['update_s']:.1f} s")
 
 
@@ -817,7 +823,7 @@ def parse(*configs):
                                      allow_abbrev=False)
     for config in configs:
         group = parser.add_argument_group(config.__name__)
-        for f in flags(config):
+        for f in fields(config):
             text = f"{f.metadata['help']} (default {f.default!r})"
             name = "--" + f.name.replace("_", "-")
             if f.type in (bool, "bool"):
@@ -830,18 +836,36 @@ def parse(*configs):
         with open(saved, encoding="utf-8") as file:
             parser.set_defaults(**json.load(file))
         args = parser.parse_args()
-    for f in (f for config in configs for f in flags(config)):
-        value = getattr(args, f.name)
-        if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
-            parser.error(f"--{f.name.replace('_', '-')} is {value}, the least is "
-                         f"{f.metadata['least']}")
-    return [config(**{f.name: getattr(args, f.name) for f in flags(config)})
-            for config in configs]
+    filled = [config(**{f.name: getattr(args, f.name) for f in fields(config)})
+              for config in configs]
+    for config in filled:
+        check_least(config)
+    return filled
 
 
-def flags(config) -> list:
-    """The fields of a dataclass that are flags."""
-    return [f for f in fields(config) if f.metadata]
+def check_flags(run: RunConfig, warm: WarmupConfig, update: UpdateConfig, ranks: int) -> None:
+    """What GRPOConfig does for its own. Raises ValueError for what contradicts itself."""
+    for wrong, why in (
+            (run.sandbox not in ("require", "auto", "off"),
+             f"sandbox is {run.sandbox!r}; it can be require, auto or off"),
+            (run.task not in tasks.TRAINED,
+             f"task is {run.task!r}; it can be {' or '.join(tasks.TRAINED)}"),
+            (run.data and run.task != "evidence", "task is of generated questions, not of data"),
+            (warm.warmup_degenerate not in ("", *tasks.DEGENERATE),
+             f"warmup_degenerate is {warm.warmup_degenerate!r}; it can be "
+             f"{', '.join(tasks.DEGENERATE)}"),
+            (warm.warmup and warm.warmup_degenerate, "warmup_degenerate is of scripts, not warmup"),
+            (warm.warmup_score and not warm.warmup, "warmup_score is of the trees of warmup"),
+            (not warm.warmup_steps and (warm.warmup or warm.warmup_degenerate),
+             "warmup_steps is 0: warmup and warmup_degenerate have no effect"),
+            (update.tiny_lora and not update.lora_rank,
+             "tiny_lora needs lora_rank, the rank of its frozen factors"),
+            (update.tiny_lora and ranks > 1, "tiny_lora trains on one device only"),
+            (update.cross > 1, f"cross is {update.cross}; it is a share, at most 1"),
+            (ranks > update.questions, f"{ranks} ranks, but only {update.questions} questions in a "
+                                       "step: each rank samples its own")):
+        if wrong:
+            raise ValueError(why)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_ranks_that_differ_are_told_apart():
 def test_more_ranks_than_questions_are_refused(tmp_path):
     world = Pair(None)
     world.agree = lambda facts: None
-    with pytest.raises(Agreed, match="2 ranks, but only 1 --questions"):
+    with pytest.raises(Agreed, match="2 ranks, but only 1 questions"):
         train.Trainer(train.RunConfig(out=str(tmp_path / "a")), train.WarmupConfig(),
                       train.UpdateConfig(questions=1), grpo.GRPOConfig(), world)
     assert not (tmp_path / "a").exists()
@@ -199,9 +199,9 @@ def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkey
     assert ranks.step(saved, "full", 2, World())["rows"] == 10
     assert names(saved) == ["grpo-000002", "grpo-000003"]
     assert len(os.listdir(saved / "checkpoints")) == 2  # the last two; what was left aside is gone
-    assert checkpoint.no_room(str(saved / "not" / "there"), 1) is None
+    assert checkpoint.no_room(str(saved / "not" / "there"), 3, 1) is None
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match="0.0 GB are free, three checkpoints need"):
+    with pytest.raises(ValueError, match="0.0 GB are free, 3 checkpoints need"):
         ranks.step(saved.parent / "other", "full", 0, World())
     assert not (saved.parent / "other").exists()
 

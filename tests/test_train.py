@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_run_leaves_a_model_a_result_and_metrics(finished):
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["phase"] == "grpo"]
     assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["gap_max"] < 1e-4 for row in steps)  # float32: sampler and trainer agree
+    assert all(row["largest_gap"] < 1e-4 for row in steps)  # float32: sampler and trainer agree
     assert rlm.RLMConfig.load(finished / "final" / "rlm.json") == warmup.TINY_RLM
 
 
@@ -197,7 +198,6 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     """Three runs of which one was finished before; the files say what the runs say."""
     monkeypatch.setattr(ablation, "SETS", {"two": {"default": "", "summed": "--children sum"}})
     monkeypatch.setattr(ablation, "SEEDS", (0, 1))
-    monkeypatch.setattr(ablation, "FOLDER", str(tmp_path / "reports"))
     asked = []
 
     def fake(path, flags):
@@ -207,7 +207,8 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
         (result := os.path.join(path, "result.json"))
         with open(result, "w", encoding="utf-8") as file:
             json.dump({"seed": int(path[-1]), "heldout_warmup": 0.1, "heldout_final": score,
-                       "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0}, file)
+                       "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0,
+                       "flags": {"children": "sum" if "summed" in path else "mean"}}, file)
         with open(os.path.join(path, "warmup", "rlm.json"), "w", encoding="utf-8") as file:
             file.write("{}")
         with open(os.path.join(path, "metrics.jsonl"), "w", encoding="utf-8") as file:
@@ -220,14 +221,17 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     ablation.run("two", str(tmp_path))
     assert [path for path, _ in asked] == ["summed-0", "warmup-0", "default-0", "warmup-1",
                                            "default-1", "summed-1"]
-    saved = json.loads((tmp_path / "reports" / "two.json").read_text())
+    saved = json.loads((tmp_path / "two.json").read_text())
     first, second = saved["rows"]
     assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
     # Differences -0.2 and +0.1: mean -0.05, standard error 0.15, Student's 12.71 for two.
     assert second["difference"] == pytest.approx([-0.05, -0.05 - 12.71 * 0.15,
                                                   -0.05 + 12.71 * 0.15], abs=1e-3)
     assert first["difference"][0] == 0 and second["runs"][0]["tokens_worse"] == [7.0]
-    assert (tmp_path / "reports" / "two.svg").read_text().count("<circle") == 4
+    assert (tmp_path / "two.svg").read_text().count("<circle") == 4
+    ablation.SETS["two"]["summed"] = "--children one"
+    with pytest.raises(ValueError, match="summed-0 was run with children sum, not one"):
+        ablation.run("two", str(tmp_path))
 
 
 def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
@@ -243,8 +247,15 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
     (["--credit", "root", "--children", "sum"], "have no effect"),
     (["--objective", "dpo", "--kl", "0.1"], "have no effect"),
     (["--cross", "1.5"], "a share, at most 1"),
-    (["--tiny-lora", "13"], "needs --lora-rank"),
-    (["--ablation", "all"], "there are core"),
+    (["--tiny-lora", "13"], "needs lora_rank"),
+    (["--ablation", "core"], "sets all flags itself"),
+    (["--plan", "--cross", "1.5"], "a share, at most 1"),
+    (["--group", "1"], "group is 1, the least is 2"),
+    (["--lr", "nan"], "lr is nan"),
+    (["--clip-high", "0.28"], "need updates"),
+    (["--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["--warmup-score", "0.5"], "of the trees of warmup"),
+    (["--task", "deep", "--data", DATA], "not of data"),
     (["--sandbox", "maybe"], "require, auto or off"),
     (["--length", "none"], "sequence or constant or batch"),
     (["--task", "niah"], "evidence or deep"),
@@ -258,9 +269,29 @@ def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
     assert not (tmp_path / "e" / "final").exists()
 
 
-@pytest.mark.parametrize("args", [["--step", "3"], ["--group", "1"], ["--questions", "0"],
-                                  ["--lr", "nan"], ["--steps", "many"]])
-def test_an_unknown_flag_or_an_impossible_number_is_an_error(args, tmp_path, monkeypatch, capsys):
+def test_an_unknown_set_of_configurations_is_refused(tmp_path, monkeypatch):
+    message = command(train, monkeypatch, "--ablation", "all", "--out", tmp_path / "e")
+    assert "there are core" in message
+
+
+def test_a_run_is_neither_overwritten_nor_changed_by_mistake(finished, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for flags, says in (
+            ((), "holds another run"), (("--overwrite", "--model", out / "warmup"), "lies in --out"),
+            (("--overwrite", "--warmup", "/nowhere.jsonl"), "/nowhere.jsonl"),
+            (("--resume", "--seed", 7), "seed is 0; a resumed run cannot change it"),
+            (("--resume", "--credit", "root"), "credit is 'inherit'")):
+        message = command(train, monkeypatch, *SHORT[:-2], "--show-every", 1, "--out", out, *flags)
+        assert says in message
+        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        assert {p: b for p, b in after.items() if p.name != "lock"} == {
+            p: b for p, b in before.items() if p.name != "lock"}
+
+
+@pytest.mark.parametrize("args", [["--step", "3"], ["--steps", "many"]])
+def test_an_unknown_flag_or_a_wrong_type_is_an_error(args, tmp_path, monkeypatch, capsys):
     assert command(train, monkeypatch, *args, "--out", tmp_path / "f") == 2
     assert args[0] in capsys.readouterr().err
 
