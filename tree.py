@@ -9,6 +9,7 @@ everything that computes on tokens (model.py, sampler.py, grpo.py) and everythin
 (rlm.py). Standard library only.
 """
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterable, Iterator
@@ -133,6 +134,8 @@ def to_row(r: Rollout) -> dict:
 
 
 def from_row(row: dict, task_type=dict) -> Rollout:
+    if not math.isfinite(row["reward"]):
+        raise ValueError(f"the reward is {row['reward']}")
     return Rollout(task_type(**row["task"]), row["group"], _from_dict(row["root"]),
                    row["reward"], row["failed"])
 

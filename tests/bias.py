@@ -80,7 +80,7 @@ def main():
     true, G = true_gradient(), 3
     print(f"true gradient, its norm {true.norm():.4f}; groups of {G}; expected ones are scaled by "
           "G / (G - 1) and, for a constant length, by that constant")
-    print("| children | length | std | norm / true | cosine | children's share / true |")
+    print("| children | length | std | norm / true | cosine | children over root / true |")
     print("|---|---|---|---|---|---|")
     for std, (length, children) in itertools.product(("off", "on"), (
             ("constant", "sum"), ("constant", "mean"), ("sequence", "sum"), ("sequence", "mean"),

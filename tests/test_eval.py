@@ -430,9 +430,10 @@ def test_the_warm_up_takes_trees_without_errors_and_above_a_score(command, tmp_p
     assert [r.task.id for r in kept] == [line["task"]["id"] for line in lines[4:]]
     with pytest.raises(ValueError, match="none of its 6 trees"):
         warmup.teacher_trees(str(path), 1.0, tokenizer)
-    bad.write_text("{}")
-    with pytest.raises(ValueError, match="line 1: not a rollout"):
-        warmup.teacher_trees(str(bad), 0.0, tokenizer)
+    for line in ({}, lines[4] | {"reward": "1"}, lines[4] | {"reward": math.inf}):
+        bad.write_text(json.dumps(line))
+        with pytest.raises(ValueError, match="line 1: not a rollout"):
+            warmup.teacher_trees(str(bad), 0.0, tokenizer)
 
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
