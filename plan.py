@@ -163,7 +163,10 @@ def device_bytes(device: str) -> int:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            free = min(free, int(limit) - int(file.read())) if limit != "max" else free
+            used = int(file.read())
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
+            used -= next(int(x.split()[1]) for x in file if x.startswith("inactive_file"))
+        free = min(free, int(limit) - used) if limit != "max" else free
     except (OSError, StopIteration, ValueError):
         pass
     return free

@@ -99,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
                 "message": f"no luck\nwith {key}"}}).encode())
 
 
+ThreadingHTTPServer.request_queue_size = 128  # connections that wait; 5 drops some
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 server.daemon_threads = True
 print(server.server_address[1], flush=True)

@@ -86,7 +86,7 @@ def test_faults_change_neither_the_answers_nor_what_is_paid(stub, evaluate, tmp_
     for name, plan in (("calm", ["ok"]), ("faulty", FAULTS)):
         server, out = stub(plan=plan, stall=60), tmp_path / f"{name}.json"
         message, _ = evaluate("--api", server.url, "--api-model", "m", "--methods", "rlm1,direct",
-                              "--n", 12, "--json", out, "--timeout", 5, "--price", "1,10,0.5")
+                              "--n", 12, "--json", out, "--timeout", 8, "--price", "1,10,0.5")
         assert message is None
         data, log = json.loads(out.read_text()), served(server.log())
         assert len(data["questions"]) == 24 and not any(q["failed"] for q in data["questions"])

@@ -3,7 +3,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import kills
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from test_train import SHORT, command
 
 import checkpoint
@@ -27,15 +27,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 def start(script, *args, size=2, each=lambda rank: ()):
     """As many processes as one run, in the environment that torchrun gives them."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    # Held here, as by torchrun: no other process can take the port before rank 0 does.
+    start.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [subprocess.Popen(
         [sys.executable, ROOT / script, *map(str, (*args, *each(rank)))], text=True, cwd=ROOT,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
                           "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                          "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+                          "MASTER_PORT": str(start.store.port), "OMP_NUM_THREADS": "1",
+                          "TORCHELASTIC_USE_AGENT_STORE": "True"})
         for rank in range(size)]
 
 
