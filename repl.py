@@ -749,7 +749,7 @@ class Worker:
         self.open = False  # a block runs and has not been answered
         self.blocks = 0
         self.module = types.ModuleType("__main__")  # dataclasses and pickle look for it
-        self.server_module, sys.modules["__main__"] = sys.modules["__main__"], self.module
+        sys.modules["__main__"] = self.module
         self.namespace = self.module.__dict__
         self.reserved: dict[str, Any] = {}
         self.python = dict(vars(python_builtins))
