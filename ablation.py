@@ -3,8 +3,8 @@
 The configurations of a seed start from one warm-up, see the same questions and sample the same
 number of tokens; only the flags in SETS differ. Each is a run of train.py in a directory of its own
 under --out, so what was interrupted goes on where it was, and what is finished is not run again.
-After every run the results are written to OUT/NAME.json and NAME.md, and drawn as NAME.svg; those of
-the README are in ablations/.
+After every run the results are written to OUT/NAME.json and NAME.md, and drawn as NAME.svg; those
+of the README are in ablations/.
 
 The interval of a mean over seeds, and of a difference to the set's first configuration (paired, on
 the same seeds), is Student's at 95 %. Left out: a search for the best value of anything.
@@ -39,9 +39,7 @@ SETS = {
         "own score alone": "--own 1",
         "LoRA 1": "--lora-rank 1",
         "LoRA 16": "--lora-rank 16",
-        "TinyLoRA, 13 numbers": "--lora-rank 2 --tiny-lora 13 --lr 2e-2",
         "DPO": "--objective dpo",
-        "a quarter older": "--cross 0.25",
         "unbiased: summed, no std": "--children sum --std off",
         "1/|y|, no std": "--length sequence --std off",
         "one child drawn": "--children one",

@@ -13,17 +13,16 @@ of node y that sampled at least one token, the objective of a tree is the recurs
 
 over the sampled tokens t of y, rho_t = pi(t) / pi_old(t). c is a constant (Dr. GRPO) where GRPO has
 1/|y|; k3_t estimates KL(pi || pi_ref). Unrolled, a node's term carries the product of the 1/k on
-the way from the root (`node_weights`), so a root that spawns forty children does not outweigh one
-that spawns two. Trees of groups without signal have A = 0 and count in the mean all the same.
+the way from the root, so a root that spawns forty children does not outweigh one that spawns two.
+Trees of groups without signal have A = 0 and count in the mean all the same.
 
 The pass, top to bottom: `advantages` (one a tree) -> `credit` (one a turn) -> `node_weights` (one a
 node) -> `make_rows` (one row a node) -> `micro_batches`, `collate` -> `policy_loss`. Weights are
-known before any forward pass and a token's contribution is weight * min(...), so the sum does not
-depend on how rows are cut into micro-batches, or which rank computes them. A micro-batch is a pack:
-rows one after another without padding, each of which sees only itself. pi_old are the trainer's
-own log-probabilities before the update: rho = 1 on the first update of a batch. That the sampler's
-differ (precision, kernels, an older policy) is the weight w_t = pi_old / pi_sampler, truncated as
-in TIS and detached. GRPOConfig has the switches.
+known before any forward pass, so the sum does not depend on how rows are cut into micro-batches, or
+which rank computes them. A micro-batch is a pack: rows one after another without padding, each of
+which sees only itself. pi_old are the trainer's own log-probabilities before the update: rho = 1 on
+the first update of a batch. That the sampler's differ (precision, kernels, --overlap) is the weight
+w_t = pi_old / pi_sampler, truncated as in TIS and detached.
 
 Two other methods are this loss with other advantages. Rejection sampling (`filter`): 1 for trees
 that scored enough. DPO (2305.18290): where rho = 1, the gradient of -log sigmoid(beta m) for a pair
@@ -34,28 +33,16 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flags import check_least, flag
 from tree import Node, Rollout
 
 OVERLONG = ("turns", "window", "budget")  # how a root ends that was cut off
 PENALTY = 0.5
-
-
-def flag(default, text: str, least: float = 0):
-    """A dataclass field that becomes --name with this help text; a number is at least `least`."""
-    return field(default=default, metadata={"help": text, "least": least})
-
-
-def check_least(config) -> None:
-    """Raises ValueError for a number below its least value, or not a number."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
-            raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,6 @@ class GRPOConfig:
                                   "advantage; root: roots only; children: all but roots")
     children: str = flag("mean", "weights below a node with k children. mean: 1/k; sum: 1; "
                                  "one: 1 for one of them, drawn at random")
-    discount: float = flag(1.0, "a node's weight is multiplied by this once a level")
     length: str = flag("constant", "a token's weight in its node y. sequence: 1/|y| (GRPO); "
                                    "constant: 1 / --length-constant (Dr. GRPO, 2503.20783); "
                                    "batch: all sampled tokens of the batch alike, children or not "
@@ -95,7 +81,6 @@ class GRPOConfig:
             if getattr(self, name) not in allowed.split():
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it can be "
                                  f"{' or '.join(allowed.split())}")
-        below = self.children != "mean" or self.discount != 1  # what weights children
         for wrong, why in (
                 (self.own > 1, "own is a share, at most 1"),
                 (self.clip_low >= 1, "clip_low is below 1"),
@@ -104,16 +89,15 @@ class GRPOConfig:
                 (self.keep != 0.5 and self.objective != "filter"
                  or self.dpo_beta != 0.1 and self.objective != "dpo",
                  "keep is for objective filter, dpo_beta for dpo"),
-                (self.credit == "root" and (below or self.own > 0),
-                 "credit root trains no children: children, discount and own have no effect"),
-                (self.length == "batch" and below,
-                 "length batch weights all tokens alike: children and discount have no effect"),
+                (self.credit == "root" and (self.children != "mean" or self.own > 0),
+                 "credit root trains no children: children and own have no effect"),
+                (self.length == "batch" and self.children != "mean",
+                 "length batch weights all tokens alike: children has no effect"),
                 (self.objective != "grpo" and (self.own or self.process or self.std == "off"),
                  f"{self.objective} has no baseline: own, process and std have no effect"),
                 (self.objective == "dpo" and (self.updates > 1 or self.kl or self.overlong == "mask"
                                               or self.length != "constant"),
-                 "dpo has a reference, no length weight, advantages that hold for one update and "
-                 "whole pairs: kl, length, updates and overlong mask have no effect")):
+                 "dpo takes neither kl, length, updates nor overlong mask")):
             if wrong:
                 raise ValueError(why)
 
@@ -149,10 +133,8 @@ def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> li
             groups[r.group].append(i)
     result = [0.0] * len(rollouts)
     for name, members in groups.items():
-        rewards = [rollouts[i].reward for i in members]
-        if config.overlong == "punish":
-            rewards = [r - PENALTY * (rollouts[i].root.end in OVERLONG)
-                       for i, r in zip(members, rewards)]
+        rewards = [rollouts[i].reward - PENALTY * overlong(rollouts[i], config, "punish")
+                   for i in members]
         if not all(map(math.isfinite, rewards)):
             raise ValueError(f"group {name}: rewards {rewards} are not finite")
         A = relative(rewards, config)
@@ -162,12 +144,12 @@ def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> li
             best, worst = A.index(max(A)), A.index(min(A))
             A = [(i == best) - (i == worst) for i in range(len(A))]
         for i, a in zip(members, A):
-            result[i] = 0.0 if masked(rollouts[i], config) else float(a)
+            result[i] = 0.0 if overlong(rollouts[i], config, "mask") else float(a)
     return result
 
 
-def masked(rollout: Rollout, config: GRPOConfig) -> bool:
-    return config.overlong == "mask" and rollout.root.end in OVERLONG
+def overlong(rollout: Rollout, config: GRPOConfig, how: str) -> bool:
+    return config.overlong == how and rollout.root.end in OVERLONG
 
 
 def relative(values: list[float], config: GRPOConfig) -> list[float]:
@@ -227,7 +209,7 @@ def node_weights(root: Node, config: GRPOConfig = GRPOConfig(),
             kids = [draw.choice(kids)]
         for child in kids:
             share = 1 / len(kids) if config.children == "mean" else 1.0
-            visit(child, weight * share * config.discount)
+            visit(child, weight * share)
 
     visit(root, 1.0)
     return weights
@@ -239,7 +221,7 @@ def make_rows(rollouts: list[Rollout], config: GRPOConfig,
     dropped here (a KL term needs them, then they stay); they count in the means all the same."""
     worth = credit(rollouts, config)
     trees = [r for r in rollouts if not r.failed]
-    nodes = [(node, weight, r.group) for r in trees if not masked(r, config)
+    nodes = [(node, weight, r.group) for r in trees if not overlong(r, config, "mask")
              for node, weight in node_weights(r.root, config, draw).items()
              if config.credit == "inherit" or (node is r.root) == (config.credit == "root")]
     tokens = sum(node.sampled for node, _, _ in nodes)
@@ -265,21 +247,21 @@ def micro_batches(rows: list[Row], max_tokens: int, square: float = 0.0, rank: i
 
     A row of T tokens costs T (1 + square T), the second term being attention. The longest first,
     each goes to the cheapest pack with room; packs of similar cost run in step on the ranks."""
-    def cost(row: Row) -> float:
-        return len(row.ids) * (1 + square * len(row.ids))
-
     def tokens(some: list[Row]) -> int:
         return sum(len(row.ids) for row in some)
+
+    def cost(some: list[Row]) -> float:
+        return sum(len(row.ids) * (1 + square * len(row.ids)) for row in some)
 
     # Two rows of more than half a pack cannot share one.
     least = max(-(-tokens(rows) // max_tokens), sum(2 * len(row.ids) > max_tokens for row in rows))
     packs = [[] for _ in range(min(-(-least // ranks) * ranks, len(rows)))]
-    for row in sorted(rows, key=cost, reverse=True):
+    for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
         fits = [p for p in packs if not p or tokens(p) + len(row.ids) <= max_tokens]
         if not fits:
             packs.append([])
-        min(fits or packs[-1:], key=lambda p: sum(map(cost, p))).append(row)
-    packs.sort(key=lambda pack: -sum(map(cost, pack)))
+        min(fits or packs[-1:], key=cost).append(row)
+    packs.sort(key=cost, reverse=True)
     packs += [[] for _ in range(-len(packs) % ranks)]
     return packs[rank::ranks]
 

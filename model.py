@@ -12,14 +12,12 @@ only itself; without one it is plain causal attention over the row.
 LoRA freezes every weight and adds (alpha / rank) B A to each linear layer of attention and MLP. The
 sampler and checkpoints get the sum, computed in float32 one matrix at a time; adapters are saved
 apart in PEFT's layout. With A uniform in +-1/sqrt(d_in) and alpha / rank in front, the best
-learning rate hardly depends on the rank and is about ten times that of full fine-tuning. TinyLoRA
-trains a handful of numbers v for the whole model: A = V^T from each weight's truncated SVD
-U S V^T, B = U S sum_i v_i P_i with fixed random P_i.
+learning rate hardly depends on the rank and is about ten times that of full fine-tuning.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts checkpoints
 (from_pretrained refuses them by name). Sources: Qwen3 technical report (arXiv 2505.09388), RoPE
 (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), LoRA (2106.09685), LoRA Without Regret
-(Thinking Machines, 2025), TinyLoRA (2602.04118).
+(Thinking Machines, 2025).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head_dim, V vocabulary,
 N sampled tokens of a batch, R rank.
@@ -130,7 +128,6 @@ class Qwen3(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config, self.recompute, self.rank, self.compiled = config, False, 0, False
-        self.register_parameter("lora_v", None)  # the numbers of TinyLoRA
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers)),
@@ -195,24 +192,13 @@ class Qwen3(nn.Module):
 
     # --- LoRA ---------------------------------------------------------------------------------
 
-    def add_lora(self, rank: int, alpha: float, seed: int = 0, numbers: int = 0) -> "Qwen3":
+    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
         """Freeze every weight and put fresh float32 adapters on all linear layers but the head.
-        B is zero, so the model is what it was. With `numbers` only so many are trained (TinyLoRA),
-        and alpha does not count."""
+        B is zero, so the model is what it was."""
         generator = torch.Generator().manual_seed(seed)
         self.requires_grad_(False)
-        self.rank, self.alpha = rank, rank if numbers else alpha
-        if numbers:
-            self.lora_v = nn.Parameter(torch.zeros(numbers, device=self.device))
+        self.rank, self.alpha = rank, alpha
         for _, layer in self._adapted():
-            if numbers:
-                most = min(rank + 8, *layer.weight.shape)
-                _, _, V = torch.svd_lowrank(layer.weight.float(), most, niter=30)
-                layer.lora_A = nn.Parameter(V[:, :rank].T.contiguous(), requires_grad=False)
-                P_NRR = torch.randn(numbers, rank, rank, generator=generator).to(self.device)
-                layer.tiny = (P_NRR, self.lora_v)
-                layer.scale = 1.0
-                continue
             bound = layer.in_features ** -0.5
             A_RI = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
             device = "cpu" if layer.weight.is_meta else layer.weight.device
@@ -271,14 +257,12 @@ class Qwen3(nn.Module):
         the frozen weights are. Without `write` only the other ranks are helped to."""
         tensors = {f"base_model.model.{name}.lora_{part}.weight": whole(tensor.detach())
                    for name, layer in self._adapted()
-                   for part, tensor in (("A", layer.lora_A), ("B", layer.B()))}
+                   for part, tensor in (("A", layer.lora_A), ("B", layer.lora_B))}
         if not write:
             return
         os.makedirs(path, exist_ok=True)
-        v = json.dumps(self.lora_v.tolist()) if self.lora_v is not None else ""
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-                  os.path.join(path, "adapter_model.safetensors"),
-                  metadata={"format": "pt", "v": v})
+                  os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"})
         _write_json(os.path.join(path, "adapter_config.json"), {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": self.rank, "lora_alpha": self.alpha, "target_modules": list(ADAPTED),
@@ -288,14 +272,11 @@ class Qwen3(nn.Module):
         """Take over adapters that save_adapter wrote, into a model that has some of that kind."""
         wanted = {f"base_model.model.{name}.lora_{part}.weight": tensor
                   for name, layer in self._adapted()
-                  for part, tensor in (("A", layer.lora_A), ("B", layer.B()))}
+                  for part, tensor in (("A", layer.lora_A), ("B", layer.lora_B))}
         file = os.path.join(path, "adapter_model.safetensors")
         with torch.no_grad():
             for name, tensor in _read([file], wanted, path):
                 wanted[name].copy_(like(tensor.to(wanted[name].device), wanted[name]))
-            if self.lora_v is not None:
-                with _open(file) as tensors:
-                    self.lora_v.copy_(torch.tensor(json.loads(tensors.metadata()["v"])))
 
     def _adapted(self) -> list[tuple[str, "Linear"]]:
         return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
@@ -426,26 +407,17 @@ class Linear(nn.Linear):
         self.register_parameter("lora_A", None)  # (R, inputs)
         self.register_parameter("lora_B", None)  # (outputs, R)
         self.on, self.scale = True, 0.0
-        self.tiny = None  # TinyLoRA: P (N, R, R) and the shared v (N,)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if self.lora_A is None or not self.on:
             return y
         low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
-        return y + F.linear(low, self.B().to(x.dtype))
-
-    def B(self) -> Tensor:
-        """(outputs, R), as trained or made from the numbers of TinyLoRA."""
-        if self.tiny is None:
-            return self.lora_B
-        P_NRR, v_N = self.tiny
-        US_OR = self.weight.float() @ self.lora_A.T  # W V: not kept, it costs what R tokens cost
-        return US_OR @ torch.einsum("n,nrs->rs", v_N, P_NRR)
+        return y + F.linear(low, self.lora_B.to(x.dtype))
 
     def change(self) -> Tensor:
         """(outputs, inputs) in float32: what the adapters add to the weight."""
-        return self.scale * (whole(self.B()) @ whole(self.lora_A))
+        return self.scale * (whole(self.lora_B) @ whole(self.lora_A))
 
 
 class Block(nn.Module):

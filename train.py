@@ -20,7 +20,6 @@ tiny one stays float32.
 samples its share of a step's questions, then the nodes of all are dealt out for the update. A
 checkpoint appears whole or not at all, and any number of ranks can resume from it.
 """
-import argparse
 import asyncio
 import contextlib
 import json
@@ -33,7 +32,7 @@ import sys
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # Before torch is loaded: a thread that waits for the others spins a little, then sleeps. torch's
@@ -52,7 +51,8 @@ import plan
 import report
 import rlm
 import tasks
-from grpo import STATS, GRPOConfig, Row, check_least, flag
+from flags import flag, parse
+from grpo import STATS, GRPOConfig, Row
 from model import Qwen3, Qwen3Config, whole
 from parallel import World
 from sampler import Sampler
@@ -105,8 +105,6 @@ class UpdateConfig:
     lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and ten "
                           "times that with --lora-rank")
     lora_rank: int = flag(0, "train adapters of this rank in GRPO; 0: all weights")
-    tiny_lora: int = flag(0, "with --lora-rank: train only so many numbers, shared by all layers "
-                             "(TinyLoRA: 13 and rank 2)")
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
                                   "of keeping its activations")
@@ -119,11 +117,11 @@ class UpdateConfig:
     tokens: int = flag(0, "GRPO ends after so many sampled tokens; 0: after --steps alone")
     resample: int = flag(0, "groups whose trees all score the same are replaced by those of other "
                             "questions, so many times at most (DAPO)")
-    cross: float = flag(0.0, "share of a group's trees that an older policy samples, refreshed "
-                             "every 10 steps (AgentRL, 2510.04206)")
     norms_by_depth: bool = flag(False, "log the gradient's norm of each depth alone, for one more "
                                        "backward pass a depth")
 
+
+CONFIGS = (RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
 
 # What layers compute in; a GPU's weights are float32 nevertheless, if they are trained.
 COMPUTE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -133,13 +131,12 @@ MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr max_norm held
               "keep_last eval_every show_every sandbox sample_threads recompute compile "
               "micro_tokens norms_by_depth").split()
 LR = 5e-4  # of GRPO on all weights
-OLDER = 10  # steps between refreshes of the older policy of --cross
 
 
 def main() -> None:
     world = World()
     try:
-        run, warm, update, loss = parse(RunConfig, WarmupConfig, UpdateConfig, GRPOConfig)
+        run, warm, update, loss = parse("Train a recursive language model.", CONFIGS, started)
         if run.plan:
             check_flags(run, warm, update, world.size)
             config = (Qwen3Config.read(os.path.join(run.model, "config.json")) if run.model
@@ -233,18 +230,12 @@ class Trainer:
         fresh optimizer."""
         c = self.update_config
 
-        def add_lora(model: Qwen3) -> None:
-            model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed, c.tiny_lora)
-
         def prepare(model: Qwen3) -> None:
-            if adapted and not c.tiny_lora:
-                add_lora(model)
-            if not c.tiny_lora:
-                parallel.shard(model)
+            if adapted:
+                model.add_lora(c.lora_rank, c.lora_alpha, self.run.seed)
+            parallel.shard(model)
 
         self.model = Qwen3.from_pretrained(path, dtype, device(), prepare)
-        if adapted and c.tiny_lora:  # from the weights themselves; one process only
-            add_lora(self.model)
         self.model.recompute = c.recompute
         if c.compile:
             self.model.compile_layers()
@@ -254,22 +245,11 @@ class Trainer:
                               fused=True)  # others hold temporaries of all weights
 
     def make_sampler(self) -> None:
-        """Rollouts are sampled from copies of the model, refreshed before a step."""
-        c = self.update_config
-
-        def sampler():
-            return Sampler(self.model, memory=self.plan.need(self.world.size)["KV cache"],
-                           batch=plan.MOST_WINDOWS, window=self.config.window,
-                           dtype=None if c.lora_rank else COMPUTE)
-
-        self.sampler, self.older = sampler(), sampler() if c.cross else None
-        now = rlm.local_policy(self.sampler, self.tokenizer)
-        then = rlm.local_policy(self.older, self.tokenizer)
-
-        async def either(node, max_tokens, key):
-            tree = key[-3] % c.group  # of its group
-            return await (then if tree < c.cross * c.group else now)(node, max_tokens, key)
-        self.policy, self.sampling_policy = now, either if c.cross else now
+        """Rollouts are sampled from a copy of the model, refreshed before a step."""
+        self.sampler = Sampler(self.model, memory=self.plan.need(self.world.size)["KV cache"],
+                               batch=plan.MOST_WINDOWS, window=self.config.window,
+                               dtype=None if self.update_config.lora_rank else COMPUTE)
+        self.policy = rlm.local_policy(self.sampler, self.tokenizer)
         self.thread, self.ahead = ThreadPoolExecutor(1), None  # of --overlap
 
     def make_reference(self) -> None:
@@ -277,9 +257,6 @@ class Trainer:
         if self.loss_config.needs_reference and not self.model.rank:
             self.reference = Qwen3.from_pretrained(os.path.join(self.run.out, "warmup"),
                                                    COMPUTE, device()).requires_grad_(False)
-
-    def seconds_in_model(self) -> float:
-        return sum(s.stats["seconds"] for s in (self.sampler, self.older) if s)
 
     def starting_point(self) -> str:
         """The directory that the run starts from: its last checkpoint, --model, or a tiny one.
@@ -424,7 +401,7 @@ class Trainer:
         c = self.update_config
         while self.progress() < 1:
             step = self.state["step"]
-            begin, before = time.monotonic(), self.seconds_in_model()
+            begin, before = time.monotonic(), self.sampler.stats["seconds"]
             waited = self.world.waited
             rollouts, tokens = self.sample(step)
             sampled = time.monotonic()
@@ -436,7 +413,7 @@ class Trainer:
             merged = ({"merge_gap": self.model.merge_gap(self.sampler.model)}
                       if self.model.rank else {})
             metrics = self.update(rollouts, step) | merged
-            in_model = self.seconds_in_model() - before
+            in_model = self.sampler.stats["seconds"] - before
             metrics |= describe(rollouts) | {
                 "phase": "grpo", "step": step + 1, "sample_s": in_model,
                 "repl_s": max(0.0, sampled - begin - in_model),
@@ -470,8 +447,7 @@ class Trainer:
 
     def sample(self, step: int) -> tuple[list[Rollout], int]:
         """The trees of a step, sampled with the weights as they are now (with --overlap, as they
-        were before the last update; some, with --cross, as they were a few steps ago), and how many
-        tokens were sampled for them."""
+        were before the last update), and how many tokens were sampled for them."""
         c = self.update_config
         kept, tokens = [], 0
         for again in range(c.resample + 1):
@@ -502,8 +478,6 @@ class Trainer:
 
     def refresh(self, step: int) -> None:
         self.sampler.load(self.model)
-        if self.older and (step % OLDER == 0 or step == 0):
-            self.older.load(self.model)
 
     def saplings(self, step: int, again: int, wanted: int) -> list[tuple[tasks.Task, str]]:
         """(question, group) of each tree of a step."""
@@ -519,7 +493,7 @@ class Trainer:
         with (self.sampling_threads(),
               tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
             rollouts = asyncio.run(rlm.collect(
-                [trees[n][0] for n in mine], self.sampling_policy, self.tokenizer, self.config,
+                [trees[n][0] for n in mine], self.policy, self.tokenizer, self.config,
                 (self.run.seed, step, *[again][:again]), [trees[n][1] for n in mine],
                 on_done=lambda _: bar.update(), numbers=mine))
         return {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
@@ -817,30 +791,13 @@ def line(m: dict, steps: int) -> str:
             f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} update {m['update_s']:.1f} s")
 
 
-def parse(*configs):
-    """One instance of each dataclass, from the command line; its fields are the flags."""
-    parser = argparse.ArgumentParser(description="Train a recursive language model.",
-                                     allow_abbrev=False)
-    for config in configs:
-        group = parser.add_argument_group(config.__name__)
-        for f in fields(config):
-            text = f"{f.metadata['help']} (default {f.default!r})"
-            name = "--" + f.name.replace("_", "-")
-            if f.type in (bool, "bool"):
-                group.add_argument(name, action="store_true", help=text)
-            else:
-                group.add_argument(name, type=type(f.default), default=f.default, help=text)
-    args = parser.parse_args()
-    saved = os.path.join(args.out, "run.json")
-    if args.resume and os.path.exists(saved):  # continue as started; flags given now still win
-        with open(saved, encoding="utf-8") as file:
-            parser.set_defaults(**json.load(file))
-        args = parser.parse_args()
-    filled = [config(**{f.name: getattr(args, f.name) for f in fields(config)})
-              for config in configs]
-    for config in filled:
-        check_least(config)
-    return filled
+def started(args) -> dict:
+    """What a run that is resumed was started with; flags given now still win."""
+    path = os.path.join(args.out, "run.json")
+    if not args.resume or not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
 
 
 def check_flags(run: RunConfig, warm: WarmupConfig, update: UpdateConfig, ranks: int) -> None:
@@ -858,10 +815,6 @@ def check_flags(run: RunConfig, warm: WarmupConfig, update: UpdateConfig, ranks:
             (warm.warmup_score and not warm.warmup, "warmup_score is of the trees of warmup"),
             (not warm.warmup_steps and (warm.warmup or warm.warmup_degenerate),
              "warmup_steps is 0: warmup and warmup_degenerate have no effect"),
-            (update.tiny_lora and not update.lora_rank,
-             "tiny_lora needs lora_rank, the rank of its frozen factors"),
-            (update.tiny_lora and ranks > 1, "tiny_lora trains on one device only"),
-            (update.cross > 1, f"cross is {update.cross}; it is a share, at most 1"),
             (ranks > update.questions, f"{ranks} ranks, but only {update.questions} questions in a "
                                        "step: each rank samples its own")):
         if wrong:

@@ -39,8 +39,8 @@ def test_the_reader_of_imports_sees_nested_ones_and_skips_those_in_functions():
 
 
 @pytest.mark.parametrize("name, allowed", [
-    ("tree", set()), ("haystacks", set()), ("tasks", {"haystacks"}), ("sandbox", set()),
-    ("repl", {"sandbox"}),
+    ("tree", set()), ("flags", set()), ("haystacks", set()), ("tasks", {"haystacks"}),
+    ("sandbox", set()), ("repl", {"sandbox"}),
     ("rlm", {"tree", "tasks", "repl"})])
 def test_the_text_side_imports_the_standard_library_and_its_own_files_only(name, allowed):
     assert imports(name) <= allowed | sys.stdlib_module_names
@@ -53,7 +53,7 @@ def test_the_parts_of_the_evaluation_know_the_text_side_only(name, allowed):
 
 
 @pytest.mark.parametrize("name, forbidden", [
-    ("sampler", {"tokenizer", "rlm"}), ("grpo", {"model", "sampler", "rlm"}),
+    ("sampler", {"tokenizer", "rlm"}), ("grpo", NAMES - {"tree", "flags"}),
     ("parallel", NAMES), ("checkpoint", NAMES - {"parallel"})])
 def test_the_tensor_side_knows_nothing_of_the_text_side(name, forbidden):
     assert not imports(name) & forbidden

@@ -135,7 +135,7 @@ def test_credit_says_who_is_trained(who, trained):
     assert {row.weight for row in rows} == {1 / sum(n.sampled for n in nodes)}  # trained tokens
 
 
-def test_one_child_is_drawn_and_a_level_is_discounted():
+def test_one_child_is_drawn_and_its_expectation_is_the_mean():
     draw, seen = random.Random(0), {}
     for _ in range(600):
         weights = {n.path: w for n, w in node_weights(ragged(), GRPOConfig(children="one"),
@@ -146,9 +146,8 @@ def test_one_child_is_drawn_and_a_level_is_discounted():
             seen[path] = seen.get(path, 0) + 1 / 600
     mean = {n.path: w for n, w in node_weights(ragged()).items()}
     assert seen == pytest.approx(mean, abs=0.08)  # drawing one has 1/k as its expectation
-    halved = {n.path: w for n, w in node_weights(ragged(), GRPOConfig(children="sum",
-                                                                      discount=0.5)).items()}
-    assert halved == {path: 0.5 ** len(path) for path in mean}
+    summed = {n.path: w for n, w in node_weights(ragged(), GRPOConfig(children="sum")).items()}
+    assert summed == {path: 1.0 for path in mean}
 
 
 def small_batch():
@@ -185,8 +184,8 @@ def test_an_unknown_switch_is_refused_by_name(name):
 
 @pytest.mark.parametrize("switches", [
     dict(credit="root", children="sum"), dict(credit="root", own=0.5), dict(own=1.5),
-    dict(credit="root", discount=0.5), dict(length="batch", children="sum"), dict(clip_low=1.0),
-    dict(length="batch", discount=0.5), dict(objective="filter", std="off"),
+    dict(length="batch", children="sum"), dict(clip_low=1.0),
+    dict(objective="filter", std="off"),
     dict(objective="filter", process=0.1), dict(objective="dpo", updates=2),
     dict(objective="dpo", kl=0.1), dict(objective="dpo", length="sequence"),
     dict(objective="dpo", overlong="mask"), dict(clip_high=0.28), dict(keep=0.1),
@@ -429,7 +428,8 @@ def test_on_the_first_update_the_ratio_is_1_and_the_gradient_the_policy_gradient
     assert torch.allclose(new.grad, -w * a)
 
 
-@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(updates=2, clip_high=0.5, gap_max=1.2)])
+@pytest.mark.parametrize("switches", [
+    dict(), dict(kl=0.3), dict(updates=2, clip_high=0.5, gap_max=1.2)])
 def test_the_gradient_agrees_with_finite_differences(switches):
     """On a table of logits, with clipped, unclipped and truncated tokens among them."""
     rng = torch.Generator().manual_seed(1)
