@@ -102,8 +102,8 @@ class UpdateConfig:
     steps: int = flag(120, "GRPO steps")
     questions: int = flag(8, "questions in a step", 1)
     group: int = flag(8, "trees sampled for a question; their mean is the baseline", 2)
-    lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and ten "
-                          "times that with --lora-rank")
+    lr: float = flag(0.0, "peak learning rate of GRPO, falls linearly to a tenth; 0: 5e-4, and "
+                          "four times that with --lora-rank")
     lora_rank: int = flag(0, "train adapters of this rank in GRPO; 0: all weights")
     lora_alpha: float = flag(32.0, "the adapters' product is multiplied by this over the rank")
     recompute: bool = flag(False, "compute each layer a second time in the backward pass instead "
@@ -505,7 +505,7 @@ class Trainer:
         batches = self.batches(rows)
         depths = 1 + max((row.depth for row in rows), default=0)
         norms = self.depth_norms(batches, depths) if config.norms_by_depth else {}
-        lr = config.lr or LR * (10 if config.lora_rank else 1)
+        lr = config.lr or LR * (4 if config.lora_rank else 1)
         lr *= min(1.0, (step + 1) / 5) * (1 - 0.9 * min(1.0, self.progress()))
         norm = loss = largest_gap = 0.0
         watched = torch.zeros(len(STATS), depths)
