@@ -135,7 +135,9 @@ def test_a_run_that_ends_keeps_the_replies_on_their_way(stub, evaluate, tmp_path
             os.kill(os.getpid(), signal.SIGINT)
         return await post(self, body)
     monkeypatch.setattr(API, "post", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's &
     message, _ = evaluate("--api", server.url, "--api-model", "m", "--n", 10, "--json", out)
+    signal.signal(signal.SIGINT, before)
     assert "interrupted" in message
     rows = [json.loads(row) for row in Path(f"{out}.journal").read_text().splitlines()]
     assert sum("paid" in row for row in rows) == len(served(server.log())) == len(sent) >= 12
