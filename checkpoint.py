@@ -86,8 +86,8 @@ def last_checkpoint(out: str) -> str | None:
             return path
         print(f"{path}: damaged ({', '.join(damaged)}), looking for one before", file=sys.stderr)
     if found:
-        raise ValueError(f"{found[-1]}: every checkpoint is damaged; without --resume the run "
-                         "starts afresh")
+        raise ValueError(f"{found[-1]}: every checkpoint is damaged; with --overwrite in place "
+                         "of --resume the run starts afresh")
     return None
 
 
