@@ -457,7 +457,7 @@ class Trainer:
                 mine = self.ahead.result()
             else:
                 if again == 0:
-                    self.refresh(step)
+                    self.refresh()
                 mine = self.grow(step, again, trees)
             told = self.world.gather(mine)  # everybody knows the questions; the trees are told
             grown = {n: tree for share in told for n, tree in share.items()}
@@ -471,12 +471,12 @@ class Trainer:
                 break
         self.ahead = None
         if c.overlap and self.progress(1, tokens) < 1:
-            self.refresh(step + 1)
+            self.refresh()
             self.ahead = self.thread.submit(self.grow, step + 1, 0,
                                             self.saplings(step + 1, 0, c.questions))
         return kept, tokens
 
-    def refresh(self, step: int) -> None:
+    def refresh(self) -> None:
         self.sampler.load(self.model)
 
     def saplings(self, step: int, again: int, wanted: int) -> list[tuple[tasks.Task, str]]:

@@ -138,7 +138,7 @@ def test_what_is_no_signal_depends_on_the_objective(flags, rounds, finished, tmp
     trainer = make_trainer(monkeypatch, finished, tmp_path / "g",
                            f"--resample 2 --questions 2 --group 2 {flags}")
     asked = []
-    trainer.ahead, trainer.refresh = None, lambda step: None
+    trainer.ahead, trainer.refresh = None, lambda: None
     trainer.grow = lambda step, again, trees: asked.append(again) or {
         n: (Node(), 1.0, "") for n in range(len(trees))}
     kept, _ = trainer.sample(0)
@@ -275,7 +275,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(finished, tmp_path,
             (("--overwrite", "--warmup", "/nowhere.jsonl"), "/nowhere.jsonl"),
             (("--resume", "--seed", 7), "seed is 0; a resumed run cannot change it"),
             (("--resume", "--credit", "root"), "credit is 'inherit'")):
-        message = command(train, monkeypatch, *SHORT[:-2], "--show-every", 1, "--out", out, *flags)
+        message = command(train, monkeypatch, *SHORT, "--out", out, *flags)
         assert says in message
         after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         assert {p: b for p, b in after.items() if p.name != "lock"} == {
