@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import methods
-import report
+from lab import methods
+from lab import report
 import rlm
 import tasks
-from api import API, Account, APIError, Stop
+from lab.api import API, Account, APIError, Stop
 from model import Qwen3, Qwen3Config
 from repl import REPLError
 from rlm import RLMConfig

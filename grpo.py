@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flags import check_least, flag
+from runtime.flags import check_least, flag
 from tree import Node, Rollout
 
 OVERLONG = ("turns", "window", "budget")  # how a root ends that was cut off

@@ -52,7 +52,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Awaitable, Callable
 
-from sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
+from runtime.sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
 
 BUILTINS = ("context", "answer", "FINAL", "FINAL_VAR", "SHOW_VARS", "llm_query",
             "llm_query_batched", "rlm_query", "rlm_query_batched")
@@ -270,7 +270,7 @@ class Handle:
         hidden = [os.getcwd(), os.path.dirname(os.path.abspath(__file__)), os.path.expanduser("~")]
         here = os.path.dirname(os.path.abspath(__file__))  # -I leaves it out of the path
         code = (f"import sys; sys.path[:0] = [{here!r}]; import repl; del sys.path[0]; "
-                "del sys.modules['repl'], sys.modules['sandbox']; repl.serve()")
+                "del sys.modules['repl'], sys.modules['runtime.sandbox'], sys.modules['runtime']; repl.serve()")
         command = [sys.executable, "-I", "-c", code,
                    json.dumps([theirs.fileno(), sandbox, quiet, hidden])]
         with theirs:

@@ -42,19 +42,19 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch  # noqa: E402
 from tqdm import tqdm, trange
 
-import ablation
-import checkpoint
+from lab import ablation
+from runtime import checkpoint
 import eval as evaluation
 import grpo
-import parallel
-import plan
-import report
+from runtime import parallel
+from runtime import plan
+from lab import report
 import rlm
 import tasks
-from flags import flag, parse
+from runtime.flags import flag, parse
 from grpo import STATS, GRPOConfig, Row
 from model import Qwen3, Qwen3Config, whole
-from parallel import World
+from runtime.parallel import World
 from sampler import Sampler
 from tokenizer import Tokenizer
 from tree import Rollout, render, write_text

@@ -16,7 +16,7 @@ import grpo  # noqa: E402
 import train  # noqa: E402
 import warmup  # noqa: E402
 from model import Qwen3, Qwen3Config, whole  # noqa: E402
-from parallel import World  # noqa: E402
+from runtime.parallel import World  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 from tree import Node, Rollout, Turn  # noqa: E402
 

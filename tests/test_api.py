@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import api
+from lab import api
 import eval as evaluation
-from api import API, Account, APIError, Stop
+from lab.api import API, Account, APIError, Stop
 from tree import Node, Turn
 
 STUB = Path(__file__).with_name("stub_server.py")

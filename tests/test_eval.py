@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
-import methods
+from lab import methods
 import rlm
 from repl import REPLError
 import tasks
 import train
 import warmup
-from methods import answer, bm25, cut, flat, rlm_config, sentences
+from lab.methods import answer, bm25, cut, flat, rlm_config, sentences
 from rlm import RLMConfig
 from tasks import Task
 from tokenizer import Tokenizer

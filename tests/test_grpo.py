@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import bias  # noqa: E402
+from lab import bias  # noqa: E402
 from grpo import (STATS, GRPOConfig, Row, advantages, collate, credit, dpo_advantages,  # noqa: E402
                   make_rows, micro_batches, node_weights, own_correlation, policy_loss)
 from model import Qwen3, Qwen3Config  # noqa: E402

@@ -20,10 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import haystacks  # noqa: E402
+from tasks import haystacks  # noqa: E402
 import tasks  # noqa: E402
 import warmup  # noqa: E402
-from haystacks import LABELS, OPENERS, PAIRS, rule_of  # noqa: E402
+from tasks.haystacks import LABELS, OPENERS, PAIRS, rule_of  # noqa: E402
 from rlm import LEAF, RLMConfig, as_text, collect, rollout  # noqa: E402
 from tasks import GENERATED, KINDS, SHORTER, keyword_script, make_task, oracle, reward  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_model import build, distance, masked, some_ids  # noqa: E402
 from test_train import SHORT, command, weights  # noqa: E402
 
-import checkpoint  # noqa: E402
+from runtime import checkpoint  # noqa: E402
 import train  # noqa: E402
 from model import ADAPTED, Qwen3  # noqa: E402
 from sampler import Sampler  # noqa: E402

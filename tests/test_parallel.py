@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import kills
+from lab import kills
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from test_train import SHORT, command
 
-import checkpoint
+from runtime import checkpoint
 import grpo
 import train
-from parallel import Agreed, LeanAdamW, World
+from runtime.parallel import Agreed, LeanAdamW, World
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import plan
+from runtime import plan
 from model import Qwen3, Qwen3Config
-from plan import Plan
+from runtime.plan import Plan
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = Qwen3Config(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)

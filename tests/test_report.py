@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-import report
+from lab import report
 from tasks import Task
 from tree import Node, Rollout, Turn
 

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import haystacks  # noqa: E402
+from tasks import haystacks  # noqa: E402
 import tasks  # noqa: E402
-from haystacks import SYLLABLES, make_term  # noqa: E402
+from tasks.haystacks import SYLLABLES, make_term  # noqa: E402
 from tasks import (MAX_SPANS, Task, demonstrate, extract_section,  # noqa: E402
                    get_paper_abstract, keyword, list_papers, load_tasks, make_task, mark, reward,
                    search, split, strings_in)

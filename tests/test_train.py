@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import ablation
-import checkpoint
+from lab import ablation
+from runtime import checkpoint
 import eval as evaluation
 import grpo
-import plan
+from runtime import plan
 import rlm
 import tasks
 import train
 import warmup
-from flags import parse
+from runtime.flags import parse
 from grpo import STATS
 from model import Qwen3
 from sampler import Sampler

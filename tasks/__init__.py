@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import haystacks
-from haystacks import paper_text
+from tasks import haystacks
+from tasks.haystacks import paper_text
 
 KINDS = ("evidence", "niah", "aggregate", "pairs", "copy", "code", "hop")
 GENERATED = (*KINDS, "deep")  # deep is of this program; the others can be read from files, too

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (get_optimizer_state_dict,
                                                      set_optimizer_state_dict)
 
-from parallel import World
+from runtime.parallel import World
 
 FOLDER = "checkpoints"  # in --out
 

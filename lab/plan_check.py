@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-import plan  # noqa: E402
+from runtime import plan  # noqa: E402
 from model import Qwen3, Qwen3Config  # noqa: E402
 from sampler import Sampler  # noqa: E402
 

@@ -451,9 +451,9 @@ def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[
     import torch
 
     import grpo
-    import parallel
+    from runtime import parallel
     from model import Qwen3
-    from plan import GIB, Plan
+    from runtime.plan import GIB, Plan
     from sampler import Sampler
 
     parallel.World()

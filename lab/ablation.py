@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 
-import chart
+from lab import chart
 from tree import write_text
 
 SEEDS = (0, 1, 2)
