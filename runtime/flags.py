@@ -1,42 +1,79 @@
-"""Dataclasses as command lines: a field that `flag` made is the flag --name, its help, its default.
+"""Dataclasses as command lines: a field that `flag` made is the flag --name, with its help.
 
-Left out: nested configurations, files of settings. Standard library only.
+A class is a group of flags. Classes are combined by inheritance, so that a program has one
+flat configuration. Left out: nested configurations, files of settings. Standard library only.
 """
-import argparse
 from dataclasses import field, fields
+from typing import Any
 
 
-def flag(default, text: str, least: float = 0):
-    """A dataclass field that becomes --name with this help text; a number is at least `least`."""
-    return field(default=default, metadata={"help": text, "least": least})
+def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False):
+    """A dataclass field that becomes --name with this help text.
+
+    A number is at least `least`, a text one of `choices` if there are any. The flags that are
+    `common` come first in the help."""
+    metadata = {"help": text, "least": least, "choices": choices, "common": common}
+    return field(default=default, metadata=metadata)
 
 
-def check_least(config) -> None:
-    """Raises ValueError for a number below its least value, or not a number."""
+def check(config) -> None:
+    """Raises ValueError for a number that is too small and for a text that is no choice."""
     for f in fields(config):
         value = getattr(config, f.name)
+        choices = f.metadata["choices"]
         if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
             raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
+        if choices and value not in choices:
+            raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
 
 
-def parse(description: str, configs, earlier=lambda args: {}) -> list:
-    """One instance of each of the dataclasses, from the command line. `earlier(args)` gives values
-    that stand in for the defaults. Raises ValueError for a number that is too small, and what the
-    dataclasses raise; exits with 2 for what is no flag, or no number."""
+def parse(description: str, config_type, groups, earlier=lambda args: {}):
+    """An instance of `config_type` from the command line.
+
+    `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives values
+    that stand in for the defaults. Raises ValueError for what `check` and the classes refuse.
+    Exits with status 2 for what is no flag, or no number."""
+    import argparse
+
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    for config in configs:
-        group = parser.add_argument_group(config.__name__)
-        for f in fields(config):
-            text = f"{f.metadata['help']} (default {f.default!r})"
-            name = "--" + f.name.replace("_", "-")
-            if f.type in (bool, "bool"):
-                group.add_argument(name, action="store_true", help=text)
-            else:
-                group.add_argument(name, type=type(f.default), default=f.default, help=text)
+    common = parser.add_argument_group("the few that people change first")
+    for title, group_type in groups.items():
+        group = parser.add_argument_group(title)
+        for f in fields(group_type):
+            _add(common if f.metadata["common"] else group, f)
+    # A resumed run takes its flags from a file; those that are given now still win.
     parser.set_defaults(**earlier(parser.parse_args()))
-    args = parser.parse_args()
-    filled = [config(**{f.name: getattr(args, f.name) for f in fields(config)})
-              for config in configs]
-    for config in filled:
-        check_least(config)
-    return filled
+    args = vars(parser.parse_args())
+    config = config_type(**{f.name: args[f.name] for f in fields(config_type)})
+    check(config)
+    return config
+
+
+def _add(group, f) -> None:
+    name = "--" + f.name.replace("_", "-")
+    text = f"{f.metadata['help']} (default {f.default!r})".replace("%", "%%")
+    if isinstance(f.default, bool):
+        group.add_argument(name, action="store_true", help=text)
+    else:
+        group.add_argument(name, type=type(f.default), default=f.default, help=text)
+
+
+def from_dict(cls, raw: Any):
+    """An instance of a dataclass of plain fields, and of such dataclasses, from JSON values.
+
+    Raises ValueError for an unknown field, a value of another type and a negative number."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"{raw!r:.40} is not an object with fields")
+    default, values = cls(), {}
+    for name, value in raw.items():
+        if not hasattr(default, name):
+            raise ValueError(f"there is no field {name!r:.40}")
+        kind = type(getattr(default, name))
+        if hasattr(kind, "__dataclass_fields__"):
+            value = from_dict(kind, value)
+        elif type(value) is not kind and (kind, type(value)) != (float, int):
+            raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
+        elif kind in (int, float) and not value >= 0:
+            raise ValueError(f"{name} is {value!r}, too small")
+        values[name] = value
+    return cls(**values)

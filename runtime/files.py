@@ -1,0 +1,25 @@
+"""Small files that are there whole or not at all. Standard library only."""
+import json
+import os
+from typing import Any
+
+
+def write_text(path: str, text: str) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never a part."""
+    aside = f"{path}.tmp"
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def write_json(path: str, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2))
+
+
+def read_json(path: str) -> Any:
+    """Raises OSError, or ValueError that names the file."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not JSON ({error})") from None
