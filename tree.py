@@ -1,84 +1,107 @@
-"""The objects that travel through the program: completions, turns, nodes, rollouts.
+"""What travels through the program: the tree that a policy makes of one question.
 
-A rollout is a tree. Each node is one conversation of the policy with its REPL (or, for a plain
-LM call, with nobody), append-only, and becomes exactly one training row: `ids` are the tokens,
-`mask` says which of them the policy sampled, `logprobs` what it thought of them when it did.
+The root gets the question. Code that the root writes can call the policy again, and each
+such call is a child, which can have children of its own:
 
-Trees are written as JSON lines, one rollout a line, and printed for people. What is left out:
-everything that computes on tokens (model.py, sampler.py, grpo.py) and everything that makes them
-(rlm.py). Standard library only.
+    Rollout              one question, one tree, one reward: that of the root's answer
+    └─ Node ()           the root
+       ├─ Node (0,)      its first child
+       └─ Node (1,)      its second child
+          └─ Node (1, 0)
+
+A node is one conversation, a list of turns. The policy writes the assistant's turns. The
+user's turns are the question, then what the REPL printed. A conversation only grows at its
+end, so it is exactly one training row: `ids` are its tokens, `mask` says which of them the
+policy sampled, and `logprobs` how likely the policy found each of those when it did.
+
+Rollouts are stored as JSON lines and shown to people as indented text. Left out: making
+trees (rlm.py) and all that computes with tokens (model.py, sampler.py, grpo.py).
 """
 import json
 import math
-import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Iterable, Iterator
+from typing import Any
+
+from runtime.files import write_text
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a policy returns for one turn."""
+    """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
-    ids: tuple[int, ...] = ()  # exactly the sampled ids, the sampled end of turn included
-    logprobs: tuple[float, ...] = ()  # of `ids`, under the untempered distribution
-    stop: str = "stop"  # why it ended: stop (end of turn), length, window, budget
-    usage: dict | None = None  # what the policy says it cost: prompt, reused, sampled tokens
+    ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
+    logprobs: tuple[float, ...] = ()  # of `ids`, before temperature and top-p
+    stop: str = "stop"  # why it ended: stop (end of turn), length, window or budget
+    usage: dict | None = None  # what it cost: prompt, reused and sampled tokens
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One piece of a conversation. `logprobs` is None unless the policy sampled it."""
-    role: str  # system, user, assistant
+    """One message of a conversation."""
+    role: str  # system, user or assistant
     text: str
-    ids: tuple[int, ...] = ()  # with the chat markup that belongs to it; empty without tokenizer
-    logprobs: tuple[float, ...] | None = None
+    ids: tuple[int, ...] = ()  # with the chat markup around it; empty without a tokenizer
+    logprobs: tuple[float, ...] | None = None  # None: the policy did not sample this turn
 
 
-@dataclass(eq=False)  # compared by identity: two equal-looking children are two nodes
+@dataclass(eq=False)  # compared by identity: two nodes that look the same are two nodes
 class Node:
-    """One conversation in the tree; `path` is () for the root and (2, 0) for the first child of
-    its third child."""
-    path: tuple[int, ...] = ()
-    kind: str = "rlm"  # rlm: with a REPL of its own; llm: one plain completion
+    """One conversation of the tree, and the conversations that its code started."""
+
+    path: tuple[int, ...] = ()  # () is the root, (2, 0) the first child of its third child
+    kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
-    answer: Any = None  # the value given to FINAL, or the text of a plain LM call
-    end: str = ""  # final, text, turns, window, budget, timeout, crash, protocol
-    errors: list[int] = field(default_factory=list)  # its messages (0, 1, …) without a block or
-    #                                                  with one that raised
-    score: float | None = None  # of a child's own answer, where the task has one; never trained on
-    #                             unless asked for
-    repl_seconds: float = 0.0  # wall clock inside blocks, waiting for children excluded
+    answer: Any = None  # the value given to FINAL, or the text of a plain completion
+
+    # Why it ended: final, text, turns, window, budget, timeout, crash or protocol.
+    end: str = ""
+
+    # Which of the policy's turns (0, 1, ...) had no code, or code that raised an error.
+    errors: list[int] = field(default_factory=list)
+
+    # The score of a child's own answer, if the task has one. Not used in training, unless
+    # the objective asks for it.
+    score: float | None = None
+
+    repl_seconds: float = 0.0  # wall clock of its code, without waiting for children
+
+    def add(self, turn: Turn) -> None:
+        """The only way to change a conversation: nothing before the end is ever edited."""
+        self.turns.append(turn)
 
     @property
     def depth(self) -> int:
         return len(self.path)
 
-    def add(self, turn: Turn) -> None:
-        """The only writer of a conversation: it grows at the end, nothing is ever changed."""
-        self.turns.append(turn)
-
     @property
     def ids(self) -> list[int]:
-        return [i for turn in self.turns for i in turn.ids]
+        return [token for turn in self.turns for token in turn.ids]
 
     @property
     def mask(self) -> list[int]:
-        """1 exactly where the policy sampled the token."""
-        return [int(turn.logprobs is not None) for turn in self.turns for _ in turn.ids]
+        """1 for each token that the policy sampled, otherwise 0; as long as `ids`."""
+        mask = []
+        for turn in self.turns:
+            mask += [int(turn.logprobs is not None)] * len(turn.ids)
+        return mask
 
     @property
     def logprobs(self) -> list[float]:
-        """The sampler's log-probabilities; 0.0 where mask is 0."""
-        return [p for turn in self.turns for p in (turn.logprobs or (0.0,) * len(turn.ids))]
+        """The sampler's log-probabilities, 0.0 where `mask` is 0; as long as `ids`."""
+        logprobs = []
+        for turn in self.turns:
+            logprobs += turn.logprobs or [0.0] * len(turn.ids)
+        return logprobs
 
     @property
     def sampled(self) -> int:
-        """The number of sampled tokens."""
+        """The number of tokens that the policy sampled in this node."""
         return sum(len(turn.ids) for turn in self.turns if turn.logprobs is not None)
 
     def walk(self) -> Iterator["Node"]:
-        """This node and all below it, parents before children."""
+        """This node and all below it, parents before their children."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -86,97 +109,106 @@ class Node:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One tree with its score. `group` names the question it shares with its siblings."""
-    task: Any  # tasks.Task, or a plain dict when read back without a type
-    group: str
+    """One tree with its question and its reward."""
+    task: Any  # a tasks.Task, or the same fields as a dict
+    group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
-    failed: str = ""  # not empty: the machine failed, not the policy; never scored
+    failed: str = ""  # not empty: the machine failed, not the policy; the tree is not used
 
 
-def write_rollouts(path: str, rollouts: Iterable[Rollout], mode: str = "w") -> None:
-    """One JSON line a rollout. With mode "w" the file appears whole or not at all."""
-    target = path if mode == "a" else f"{path}.tmp"
-    with open(target, mode, encoding="utf-8") as file:
-        for r in rollouts:  # ASCII: lone surrogates survive the file
-            file.write(json.dumps(to_row(r)) + "\n")
-    if target != path:
-        os.replace(target, path)
+def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:
+    """One line of JSON per rollout. The file appears complete or not at all."""
+    # json.dumps gives ASCII, so that even broken Unicode from a model survives the file.
+    lines = [json.dumps(to_row(rollout)) + "\n" for rollout in rollouts]
+    write_text(path, "".join(lines))
 
 
 def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
-    """The rollouts of a file; `task_type` (tasks.Task) rebuilds the questions.
+    """The rollouts of a file; `task_type`, usually tasks.Task, takes a question's fields.
 
-    Raises ValueError naming the line that does not parse."""
+    Raises ValueError that names the first line which is not a rollout."""
     rollouts = []
-    with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
+    with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
         for number, line in enumerate(file, 1):
             try:
                 rollouts.append(from_row(json.loads(line), task_type))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path} line {number}: not a rollout ({error!r:.200})") from None
+                reason = f"not a rollout ({error!r:.200})"
+                raise ValueError(f"{path} line {number}: {reason}") from None
     return rollouts
 
 
-def write_text(path: str, text: str) -> None:
-    """Written aside and renamed: the file is there whole or not at all."""
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(f"{path}.tmp", path)
-
-
-def to_row(r: Rollout) -> dict:
+def to_row(rollout: Rollout) -> dict:
     """A rollout as JSON values."""
-    task = r.task if isinstance(r.task, dict) else asdict(r.task)
-    return {"task": task, "group": r.group, "reward": r.reward, "failed": r.failed,
-            "root": _to_dict(r.root)}
+    task = rollout.task
+    return {
+        "task": task if isinstance(task, dict) else asdict(task),
+        "group": rollout.group,
+        "reward": rollout.reward,
+        "failed": rollout.failed,
+        "root": _node_to_dict(rollout.root),
+    }
 
 
 def from_row(row: dict, task_type=dict) -> Rollout:
+    """The rollout that `to_row` wrote. Raises ValueError, KeyError or TypeError."""
     if not math.isfinite(row["reward"]):
         raise ValueError(f"the reward is {row['reward']}")
-    return Rollout(task_type(**row["task"]), row["group"], _from_dict(row["root"]),
-                   row["reward"], row["failed"])
+    task, root = task_type(**row["task"]), _node_from_dict(row["root"])
+    return Rollout(task, row["group"], root, row["reward"], row["failed"])
+
+
+def _node_to_dict(node: Node) -> dict:
+    turns = [asdict(turn) for turn in node.turns]
+    children = [_node_to_dict(child) for child in node.children]
+    return {**vars(node), "turns": turns, "children": children}
+
+
+def _node_from_dict(row: dict) -> Node:
+    turns = []
+    for turn in row["turns"]:
+        logprobs = turn["logprobs"]
+        if logprobs is not None:
+            logprobs = tuple(logprobs)
+        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
+
+    children = [_node_from_dict(child) for child in row["children"]]
+    path = tuple(row["path"])
+    return Node(**{**row, "path": path, "turns": turns, "children": children})
 
 
 def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
-    """The tree as text for a terminal: every turn indented by depth, long ones cut."""
+    """The tree as text for a terminal, each node indented by its depth. Lines longer than
+    `width` and turns longer than `max_lines` are cut; system prompts are left out."""
     lines = []
     for node in root.walk():
         bar = "│  " * node.depth
-        name = "root" if not node.path else f"{node.kind} " + ".".join(map(str, node.path))
-        lines.append(f"{bar}┌ {name}  ({len(node.turns)} turns, {node.sampled} sampled tokens)")
+        name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
+        size = f"({len(node.turns)} turns, {node.sampled} sampled tokens)"
+        lines.append(f"{bar}┌ {name}  {size}")
+
         for turn in node.turns:
             if turn.role == "system":
                 continue
-            mark = "»" if turn.role == "assistant" else "·"
             body = printable(turn.text).splitlines() or [""]
             if len(body) > max_lines:
                 body = body[:max_lines] + [f"… {len(body) - max_lines} more lines"]
-            for i, line in enumerate(body):
-                line = line if len(line) <= width else line[:width] + " …"
-                lines.append(f"{bar}│ {mark if i == 0 else ' '} {line}")
-        answer = printable(repr(node.answer))
-        answer = answer if len(answer) <= width else answer[:width] + " …"
+            mark = "»" if turn.role == "assistant" else "·"
+            for line in body:
+                lines.append(f"{bar}│ {mark} {_cut(line, width)}")
+                mark = " "
+
+        answer = _cut(printable(repr(node.answer)), width)
         lines.append(f"{bar}└ {printable(node.end)}: {answer}")
     return "\n".join(lines)
 
 
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[:width] + " …"
+
+
 def printable(text: str) -> str:
-    """Without control characters: what a model wrote must not drive the reader's terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
-def _to_dict(node: Node) -> dict:
-    row = {k: v for k, v in vars(node).items() if k not in ("turns", "children")}
-    row["turns"] = [asdict(turn) for turn in node.turns]
-    row["children"] = [_to_dict(child) for child in node.children]
-    return row
-
-
-def _from_dict(row: dict) -> Node:
-    turns = [Turn(t["role"], t["text"], tuple(t["ids"]),
-                  None if t["logprobs"] is None else tuple(t["logprobs"])) for t in row["turns"]]
-    children = [_from_dict(child) for child in row["children"]]
-    return Node(**{**row, "path": tuple(row["path"]), "turns": turns, "children": children})
+    """The text with control characters spelled out: a model must not steer a terminal."""
+    shown = (c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return "".join(shown)
