@@ -1,135 +1,140 @@
 """One rollout of a Recursive Language Model: prompts, parsing, and the recursion.
 
-The context never enters the model's window. It is the variable `context` in a Python REPL; the
-model writes ```repl blocks, sees what they print, and ends by calling FINAL(value) in one. Code
-may call the model again: rlm_query starts a child with a REPL of its own, llm_query asks for one
-plain completion. Parent and child are the same policy. The result is a tree of nodes.
+The context never enters the model's window. It is the variable `context` in a Python REPL. The
+model writes ```repl blocks, sees what they print, and ends by calling FINAL(value) in one. Its
+code may call the model again: rlm_query starts a child with a REPL of its own, llm_query asks
+for one plain completion. Parent and child are the same policy. The result is a tree of nodes.
 
 Rules, in prompt and code alike:
-- All ```repl blocks of a message run in order; the first error or FINAL stops the rest.
-- A message without a complete block is answered by a reminder and costs a turn.
+- All ```repl blocks of a message run in order. The first error or FINAL stops the rest.
+- A message without a complete block gets a reminder and costs a turn.
 - Conversations are append-only. Each observation ends with the turn counter and the question.
-- A node at depth < max_depth + 1 has a REPL; rlm_query below that is a plain completion over
+- A node at depth <= max_depth has a REPL. Below that, rlm_query is a plain completion over
   prompt and context.
 - Budgets (nodes, sampled tokens, wall clock) belong to the tree and are reserved before use. A
-  batched query returns exactly one value per prompt; what was refused is a string that says why.
+  batched query returns exactly one value per prompt. What was refused is a string that says why.
 
-The policy is any awaitable policy(node, max_tokens, key) -> Completion. A tokenizer is handed in;
-with None the turns carry text only, for policies that read text. No torch is imported here: the
-command line and the class RLM load a model lazily.
+The policy is any awaitable policy(node, max_tokens, key) -> Completion. The tokenizer is handed
+in. Without one (None) turns carry text only, for policies that read text. No torch is imported
+here: the command line and the class RLM load a model when they need it.
 
-Source: Recursive Language Models (arXiv 2512.24601). Different there: the answer may also be
-given in prose as FINAL(...); here only a call inside the REPL counts.
+Source: Recursive Language Models (arXiv 2512.24601). One difference: there an answer may also
+be given in prose, as FINAL(...). Here only a call inside the REPL counts.
 """
-import argparse
 import asyncio
+import inspect
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import tasks
 from repl import REPL, Limits
+from runtime.files import read_json, write_json
+from runtime.flags import from_dict
+from runtime.handed_in import HandedInError
 from tasks import Task
-from tree import Completion, Node, Rollout, Turn, printable, render, write_text
+from tree import Completion, Node, Rollout, Turn, printable, render
 
 
 @dataclass(frozen=True)
 class RLMConfig:
     """How a tree may grow. Saved beside the weights as rlm.json: eval uses what was trained."""
-    max_depth: int = 1  # nodes to this depth have a REPL; the root is at depth 0
+    max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
     max_turns: int = 6  # messages of one node
     turn_tokens: int = 1024  # sampled tokens of one message
     window: int = 32_768  # tokens of one node, prompts and observations included
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
     seconds: float = 900.0  # wall clock of a tree
-    style: str = "full"  # full: for pretrained models; bare: that without the task's strategy;
+    style: str = "full"  # full: for pretrained models; bare: without the task's strategy;
     #                      brief: for models trained from scratch
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
     def load(cls, path: str) -> "RLMConfig":
-        """From rlm.json. Raises ValueError naming the file and what is wrong."""
-        with open(path, encoding="utf-8") as file:
-            try:
-                raw = json.load(file)
-                config = cls(**{**raw, "limits": Limits(**raw.get("limits", {}))})
-                for part, default in ((config, cls()), (config.limits, Limits())):
-                    for name, value in vars(default).items():
-                        given, kind = getattr(part, name), type(value)
-                        if type(given) is not kind and (kind, type(given)) != (float, int):
-                            raise TypeError(f"{name} is {given!r}, not of type {kind.__name__}")
-                        if kind in (int, float) and not given > (-1 if name == "max_depth" else 0):
-                            raise ValueError(f"{name} is {given!r}, too small")
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{path}: not an RLM configuration ({error})") from None
+        """From rlm.json. Raises OSError, or ValueError naming the file and what is wrong."""
+        try:
+            config = from_dict(cls, read_json(path), may_be_zero=("max_depth",))
+        except ValueError as error:
+            raise ValueError(f"{path}: not an RLM configuration ({error})") from None
         if config.style not in PROMPTS:
             raise ValueError(f"{path}: style {config.style!r} is none of {', '.join(PROMPTS)}")
         return config
 
     def save(self, path: str) -> None:
-        write_text(path, json.dumps(asdict(self), indent=2))
+        write_json(path, asdict(self))
 
+
+# ---------------------------------------------------------------------------------------------
+# One tree, and many
 
 async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()) -> Node:
     """Run one tree for a task and return its root; the answer is root.answer.
 
     `key` = (seed, step, rollout) is extended by (path, turn) for every completion. The policy's
-    mistakes end nodes (`Node.end` says how). Exceptions are the machine's: a REPL that could not
-    be started, a sampler error; the tree is then lost.
-    """
+    mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a REPL that could
+    not be started, a sampler error. The tree is then lost."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
-    refusal = tree.open(root, task.query, task.context)
-    if refusal:
+    if tree.open(root, task.query, task.context):
         root.end = "window"
-    else:
-        try:
-            await tree.run(root, task.query, task.context)
-        except ExceptionGroup as error:  # of a batch of children, one level of them in another
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise error
+        return root
+    try:
+        await tree.run(root, task.query, task.context)
+    except ExceptionGroup as error:
+        # Children run in groups, one group inside another: raise the first real error.
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error
     return root
 
 
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, key: tuple = (),
                   groups: list[str] | None = None, at_once: int = 256, tries: int = 2,
-                  on_done=lambda rollout: None,
-                  numbers: Iterable[int] | None = None) -> list[Rollout]:
-    """Run and score one tree for each task, up to `at_once` side by side; results in order. A
-    tree's number in its key is its place, unless `numbers` says otherwise.
+                  on_done=lambda rollout: None, numbers: Iterable[int] | None = None,
+                  score: Callable = tasks.reward) -> list[Rollout]:
+    """Run and score one tree for each question, up to `at_once` side by side.
 
-    A tree that the machine lost is run again; after `tries` it comes back with `failed` set and
-    reward 0: keep it out of means and baselines. If all are lost, the last error is raised.
-    `on_done` sees each rollout as it ends."""
+    Returns the rollouts in order. A tree's number in its key is its place in the list, unless
+    `numbers` says otherwise. `score(task, answer) -> float` may be async. `on_done` sees each
+    rollout as it ends.
+
+    A tree that the machine lost is run again. After `tries` it comes back with `failed` set and
+    reward 0: keep it out of means and baselines. If all are lost, the last error is raised."""
     gate = asyncio.Semaphore(at_once)
     lost: Exception | None = None
 
     async def one(i: int, number: int, task: Task) -> Rollout:
         nonlocal lost
-        root, failed = Node(end="failed"), ""
+        root, reward, failed = Node(end="failed"), 0.0, ""
         async with gate:
             for _ in range(tries):
                 try:
                     root = await rollout(task, policy, tokenizer, config, (*key, number))
                     failed = ""
                     break
+                except HandedInError:  # its author has to mend it: another try is no use
+                    raise
                 except Exception as error:
                     lost, failed = error, repr(error)
-        score = 0.0 if failed else tasks.reward(task, root.answer)
-        done = Rollout(task, groups[i] if groups else task.id, root, score, failed)
+            if not failed:
+                reward = score(task, root.answer)
+                if inspect.isawaitable(reward):
+                    reward = await reward
+        done = Rollout(task, groups[i] if groups else task.id, root, reward, failed)
         on_done(done)
         return done
 
-    numbers = range(len(questions)) if numbers is None else numbers
-    results = await asyncio.gather(*(one(i, *x) for i, x in enumerate(zip(numbers, questions))))
+    if numbers is None:
+        numbers = range(len(questions))
+    results = await asyncio.gather(*(
+        one(i, number, task) for i, (number, task) in enumerate(zip(numbers, questions))))
     if results and all(r.failed for r in results):
         raise lost
     return list(results)
@@ -139,9 +144,14 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, k
 # The recursion
 
 class _Tree:
+    """One tree while it grows: its budgets, and what its nodes share."""
+
     def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple):
-        self.task, self.policy, self.tokenizer = task, policy, tokenizer
-        self.config, self.key = config, key
+        self.task = task
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.config = config
+        self.key = key
         self.nodes_left = config.max_nodes - 1
         self.tokens_left = config.tree_tokens
         self.deadline = time.monotonic() + config.seconds
@@ -154,7 +164,7 @@ class _Tree:
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
-        # The markup of the whole opening is encoded once, with the user's turn.
+        # The ids of the whole opening, system turn included, are kept with the user's turn.
         node.add(Turn("system", system))
         node.add(Turn("user", user, tuple(ids)))
         return ""
@@ -166,7 +176,8 @@ class _Tree:
             if completion is not None:
                 node.answer, node.end = completion.text, "text"
             return
-        async with REPL(context, tasks.TOOLS, self.config.limits) as repl:
+
+        async with REPL(context, tasks.tools(self.task.kind), self.config.limits) as repl:
             for turn in range(self.config.max_turns):
                 completion = await self.sample(node, turn)
                 if completion is None:
@@ -181,11 +192,10 @@ class _Tree:
                     return
 
     async def sample(self, node: Node, turn: int) -> Completion | None:
-        """One completion, reserved from the tree's tokens first; None, and the node's end, if
-        nothing is left."""
+        """One completion. Its tokens are reserved from the tree's budget first. If nothing is
+        left, returns None and sets the node's end."""
         room = self.config.window - self.size(node)
-        wanted = min(self.config.turn_tokens, room)
-        granted = min(wanted, self.tokens_left)
+        granted = min(self.config.turn_tokens, room, self.tokens_left)
         if granted < 1 or time.monotonic() > self.deadline:
             node.end = "window" if room < 1 else "budget"
             return None
@@ -197,8 +207,8 @@ class _Tree:
         return completion
 
     async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
-        """Run the blocks of the last message; returns what the model sees, or sets the node's
-        end."""
+        """Run the blocks of the last message. Returns what the model sees next, or sets the
+        node's end."""
         blocks = parse(node.turns[-1].text)
         if not blocks:
             node.errors.append(turn)
@@ -207,7 +217,8 @@ class _Tree:
         for code in blocks:
             start = time.monotonic()
             result = await repl.execute(code, partial(self.query, node, context))
-            node.repl_seconds += time.monotonic() - start  # query() takes off what was waiting
+            # query() subtracts the time that the block waited for children.
+            node.repl_seconds += time.monotonic() - start
             seen += [part for part in (result.stdout, result.error) if part]
             if result.error:
                 node.errors.append(turn)
@@ -215,7 +226,8 @@ class _Tree:
                 node.answer, node.end = result.final, "final"
                 break
             if result.died:
-                node.end = result.died if result.died in ENDS else "protocol"  # it may be forged
+                # The word comes from the worker, so hostile code may have forged it.
+                node.end = result.died if result.died in ENDS else "protocol"
                 break
             if result.error:
                 break
@@ -223,7 +235,7 @@ class _Tree:
 
     def observe(self, node: Node, completion: Completion, seen: str, turn: int,
                 query: str) -> bool:
-        """Append what the model sees next; False if it would not fit into the window."""
+        """Append what the model sees next. Returns False if it does not fit into the window."""
         text = observation(seen, turn + 2, self.config.max_turns, query, self.config.style)
         ids = []
         if self.tokenizer:
@@ -236,10 +248,13 @@ class _Tree:
         return True
 
     def size(self, node: Node) -> int:
-        """Tokens of a conversation. Four characters count as one where nobody made ids: without a
-        tokenizer, and in what an API wrote."""
-        return sum(len(t.ids) if t.ids or (self.tokenizer and t.role != "assistant")
-                   else len(t.text) // 4 for t in node.turns)
+        """Tokens of a conversation. Where nobody made ids, four characters count as a token:
+        without a tokenizer, and in what an API wrote."""
+        total = 0
+        for turn in node.turns:
+            has_ids = turn.ids or (self.tokenizer and turn.role != "assistant")
+            total += len(turn.ids) if has_ids else len(turn.text) // 4
+        return total
 
     async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
                     contexts: list | None) -> list:
@@ -251,12 +266,13 @@ class _Tree:
         elif contexts is None:
             contexts = [context] * len(prompts)  # a child without a context gets its parent's
         if parent.depth >= self.config.max_depth:
-            kind = "llm"  # no REPL below max_depth: a plain completion over prompt and context
+            kind = "llm"  # below max_depth nobody has a REPL
         values: list[Any] = [None] * len(prompts)
         running = []
         for i, (prompt, part) in enumerate(zip(prompts, contexts)):
             if self.nodes_left < 1:
-                values[i] = f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
+                values[i] = (f"Error: the tree's budget of {self.config.max_nodes} nodes is "
+                             "used up")
                 continue
             child = Node(path=(*parent.path, len(parent.children)), kind=kind)
             values[i] = self.open(child, prompt, part)
@@ -265,9 +281,12 @@ class _Tree:
             self.nodes_left -= 1  # reserved before anything is dispatched
             parent.children.append(child)
             running.append((i, child, prompt, part))
-        async with asyncio.TaskGroup() as group:  # a lost child ends its siblings: the tree is lost
-            for i, child, prompt, part in running:
+
+        # If the machine loses one child, the group ends its siblings: the tree is lost.
+        async with asyncio.TaskGroup() as group:
+            for _, child, prompt, part in running:
                 group.create_task(self.run(child, prompt, part))
+
         for i, child, _, part in running:
             values[i] = child.answer
             child.score = tasks.part_score(self.task, part, child.answer)
@@ -283,9 +302,14 @@ class _Tree:
 BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 REMINDER = 200  # characters of the question that each observation repeats
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
-ENDS = {"turns": "out of turns", "window": "its window is full", "budget": "the tree's budget of "
-        "tokens or time is used up", "timeout": "its code ran too long", "crash": "its REPL died",
-        "protocol": "its REPL broke the protocol"}
+ENDS = {
+    "turns": "out of turns",
+    "window": "its window is full",
+    "budget": "the tree's budget of tokens or time is used up",
+    "timeout": "its code ran too long",
+    "crash": "its REPL died",
+    "protocol": "its REPL broke the protocol",
+}
 
 
 def parse(text: str) -> list[str]:
@@ -322,30 +346,30 @@ texts.
 A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
 """
 
+CHILD = "a child with a REPL of its own, working like you"
+READER = "a model without a REPL that reads the whole context, so keep it short,"
 LEAF = "Answer the question briefly and exactly, with nothing else."
+BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
+PROMPTS = {"full": FULL, "bare": FULL, "brief": BRIEF}
 
-PROMPTS = {"full": FULL, "bare": FULL,
-           "brief": "Write ```repl blocks: context, search, rlm_query, FINAL."}
 
-
-def opening(node: Node, query: str, context: Any, kind: str, config: RLMConfig):
+def opening(node: Node, query: str, context: Any, kind: str,
+            config: RLMConfig) -> tuple[str, str]:
     """The system and the user message that open a node."""
     if node.kind == "llm":
-        text = query if context is None else f"{query}\n\n{as_text(context)}"
-        return LEAF, text
+        return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
     system = PROMPTS[config.style]
     if config.style != "brief":
-        alone = config.max_nodes == 1  # then calls are not on offer
-        calls = "" if alone else CALLS.format(
-            nodes=config.max_nodes - 1,
-            child="a child with a REPL of its own, working like you"
-            if node.depth < config.max_depth
-            else "a model without a REPL that reads the whole context, so keep it short,")
-        strategy = tasks.strategy(kind) if config.style == "full" else ""
+        calls, delegate = "", ""
+        if config.max_nodes > 1:  # otherwise there is nobody to call
+            child = CHILD if node.depth < config.max_depth else READER
+            calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
+            delegate = "delegate, "
         system = system.format(
-            output=config.limits.output_chars, turns=config.max_turns, tokens=config.turn_tokens,
-            calls=calls, delegate="" if alone else "delegate, ", tools=tasks.TOOLS_HELP,
-            strategy=strategy)
+            output=config.limits.output_chars, turns=config.max_turns,
+            tokens=config.turn_tokens, calls=calls, delegate=delegate,
+            tools=tasks.tools_help(kind),
+            strategy=tasks.strategy(kind) if config.style == "full" else "")
     return system, f"{query}\n{describe(context, config.style)}"
 
 
@@ -375,31 +399,11 @@ def as_text(context: Any) -> str:
     return context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)
 
 
-def encode_tree(root: Node, tokenizer) -> None:
-    """Give the turns of a tree that was saved as text the ids that a rollout with this tokenizer
-    would have; those of the assistant count as sampled, their end of turn included."""
-    for node in root.walk():
-        turns, system, opened = [], "", False
-        for turn in node.turns:
-            if turn.role == "assistant":
-                ids = (*tokenizer.encode(turn.text), tokenizer.end_of_turn)
-                turns.append(replace(turn, ids=ids, logprobs=(0.0,) * len(ids)))
-            elif turn.role == "system":  # its markup is encoded with the user's turn
-                system = turn.text
-                turns.append(replace(turn, ids=()))
-            else:
-                ids = (tokenizer.observe(turn.text, True) if opened
-                       else tokenizer.open(system, turn.text))
-                turns.append(replace(turn, ids=tuple(ids)))
-                opened = True
-        node.turns = turns
-
-
 # ---------------------------------------------------------------------------------------------
-# A policy from a local sampler, and a model to ask
+# Policies, and a model to ask
 
 def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.0):
-    """The policy that samples from node.ids; `sampler` is a sampler.Sampler."""
+    """The policy that samples after node.ids; `sampler` is a sampler.Sampler."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         done = await sampler.generate(node.ids, max_tokens, temperature=temperature,
                                       stop=tokenizer.stop_ids, key=key, top_p=top_p)
@@ -408,11 +412,31 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.
     return policy
 
 
+def scripted(script: Callable[[Task, Node], str], task: Task, tokenizer):
+    """The policy that writes what script(task, node) returns, cut like a model's message."""
+    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
+        text = script(task, node)
+        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
+        usage = {"prompt": size, "reused": 0}
+        if tokenizer is None:
+            stop = "stop" if len(text) <= 4 * max_tokens else "length"
+            text = text[:4 * max_tokens]
+            return Completion(text, stop=stop, usage=usage | {"sampled": len(text) // 4})
+        ids = [*tokenizer.encode(text), tokenizer.end_of_turn]
+        stop = "stop"
+        if len(ids) > max_tokens:
+            ids, stop = ids[:max_tokens], "length"
+            text = tokenizer.decode(ids)
+        return Completion(text, tuple(ids), (0.0,) * len(ids), stop,
+                          usage | {"sampled": len(ids)})
+    return policy
+
+
 class RLM:
     """A trained model to ask: RLM("runs/tiny/final").completion(question, context) -> answer.
 
-    `trace` holds the last tree's root. Raises FileNotFoundError or ValueError with one line for
-    a directory that is no Qwen3 checkpoint."""
+    `trace` holds the root of the last tree. Raises FileNotFoundError or ValueError, one line,
+    for a directory that is no checkpoint."""
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto"):
@@ -421,26 +445,31 @@ class RLM:
         from model import Qwen3
         from sampler import Sampler
         from tokenizer import Tokenizer
+
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = Qwen3.from_pretrained(model_dir, dtype, device)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        sampler = Sampler(model, batch=8, window=self.config.window)
-        self.policy = local_policy(sampler, self.tokenizer, temperature)
-        self.seed, self.trace = seed, None
+        self.sampler = Sampler(model, batch=8, window=self.config.window)
+        self.policy = local_policy(self.sampler, self.tokenizer, temperature)
+        self.seed = seed
+        self.trace: Node | None = None
 
     def completion(self, query: str, context: Any) -> Any:
         """The answer (any JSON value), or None if the model gave none."""
         task = Task("question", "question", query, context)
-        self.trace = asyncio.run(
-            rollout(task, self.policy, self.tokenizer, self.config, (self.seed,)))
+        with self.sampler.threads():
+            self.trace = asyncio.run(
+                rollout(task, self.policy, self.tokenizer, self.config, (self.seed,)))
         return self.trace.answer
 
 
 def load_config(model_dir: str, positions: int, sandbox: str = "auto") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults; the window is at most the model's positions, and
-    `sandbox` (see repl.Limits) is this machine's affair, not the checkpoint's."""
+    """rlm.json of a checkpoint, or the defaults.
+
+    The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter of this
+    machine, so it does not come from the checkpoint."""
     path = os.path.join(model_dir, "rlm.json")
     config = RLMConfig.load(path) if os.path.exists(path) else RLMConfig()
     return replace(config, window=min(config.window, positions),
@@ -448,7 +477,7 @@ def load_config(model_dir: str, positions: int, sandbox: str = "auto") -> RLMCon
 
 
 def read_context(files: list[str]) -> Any:
-    """One file: its text; several: {name: text}; none: standard input."""
+    """One file: its text. Several files: {name: text}. None: standard input."""
     if not files:
         return sys.stdin.read()
     texts = {}
@@ -459,11 +488,13 @@ def read_context(files: list[str]) -> Any:
 
 
 def main() -> None:
+    import argparse
+
     parser = argparse.ArgumentParser(description="Ask a recursive language model about files.")
     parser.add_argument("--model", required=True, help="checkpoint directory (no default)")
     parser.add_argument("--temperature", type=float, default=1.0,
                         help="sampling temperature, 0 is greedy (default 1.0)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.add_argument("--sandbox", default="auto", choices=("require", "auto", "off"),
                         help="namespaces around the REPL (default auto: where possible)")
     parser.add_argument("--trace", action="store_true", help="print the tree (default off)")
@@ -476,7 +507,7 @@ def main() -> None:
             raise ValueError("the context is empty")
         rlm = RLM(args.model, args.temperature, args.seed, args.sandbox)
         answer = rlm.completion(args.question, context)
-    except (OSError, ValueError, RuntimeError) as error:  # of REPL, sampler and device, too
+    except (OSError, ValueError, RuntimeError) as error:  # REPL, sampler and device, too
         sys.exit(f"rlm.py: {error}")
     except KeyboardInterrupt:
         sys.exit("rlm.py: interrupted")

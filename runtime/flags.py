@@ -58,10 +58,11 @@ def _add(group, f) -> None:
         group.add_argument(name, type=type(f.default), default=f.default, help=text)
 
 
-def from_dict(cls, raw: Any):
+def from_dict(cls, raw: Any, may_be_zero: tuple = ()):
     """An instance of a dataclass of plain fields, and of such dataclasses, from JSON values.
 
-    Raises ValueError for an unknown field, a value of another type and a negative number."""
+    Raises ValueError for an unknown field, for a value of another type, and for a number that
+    is not above 0 (`may_be_zero` names the exceptions)."""
     if not isinstance(raw, dict):
         raise ValueError(f"{raw!r:.40} is not an object with fields")
     default, values = cls(), {}
@@ -70,10 +71,10 @@ def from_dict(cls, raw: Any):
             raise ValueError(f"there is no field {name!r:.40}")
         kind = type(getattr(default, name))
         if hasattr(kind, "__dataclass_fields__"):
-            value = from_dict(kind, value)
+            value = from_dict(kind, value, may_be_zero)
         elif type(value) is not kind and (kind, type(value)) != (float, int):
             raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
-        elif kind in (int, float) and not value >= 0:
+        elif kind in (int, float) and not value > (-1 if name in may_be_zero else 0):
             raise ValueError(f"{name} is {value!r}, too small")
         values[name] = value
     return cls(**values)
