@@ -1,0 +1,237 @@
+"""The directory of a run: who may write into it, where a run starts from, what it leaves.
+
+    OUT/run.json         the flags that it was started with
+    OUT/metrics.jsonl    one JSON line per step and per evaluation
+    OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
+    OUT/init, warmup, best, final   models in the Hugging Face layout
+    OUT/result.json      the scores, when the run has ended
+
+Everything is written aside and renamed, so a run that is killed leaves no half file. Left out:
+what is trained and how (train.py).
+"""
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from runtime import checkpoint
+from runtime.files import read_json, write_json
+from runtime.parallel import World
+
+# What a resumed run may change: how far it goes, how fast, and what it keeps.
+MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every eval_every "
+              "sandbox recompute micro_tokens").split()
+
+# Flags of earlier versions, with the value that is built in now.
+BUILT_IN = {
+    "children": "mean", "clip_low": 0.2, "dpo_beta": 0.1, "gap_max": 2.0, "keep": 0.5,
+    "length_constant": 64.0, "lora_alpha": 32.0, "max_norm": 1.0, "overlap": False,
+    "overlong": "keep", "own": 0.0, "process": 0.0, "resample": 0, "std_floor": 1e-2,
+    "warmup_degenerate": "", "warmup_rows": 32, "warmup_score": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from. An empty name means: there is none."""
+    weights: str  # directory of the weights; empty: make a tiny model
+    adapter: str  # directory of the adapters, in PEFT's layout
+    optimizer: str  # directory of the optimizer's state
+    checkpoint: str  # that the run continues from
+    state: dict  # phase, step, and what the run has counted so far
+
+
+def starting_point(config, last: str | None, state: dict) -> Start:
+    """`last` is the checkpoint to continue from, `state` its state; None: a new run.
+
+    A checkpoint of a model with adapters holds the adapters alone. They belong to the weights
+    that the warm-up left."""
+    if last is None:
+        return Start(config.model, "", "", "", state)
+    optimizer = os.path.join(last, "optimizer") if state["step"] else ""
+    if state["phase"] == "grpo" and config.lora_rank:
+        warm = os.path.join(config.out, "warmup")
+        return Start(warm, os.path.join(last, "adapter"), optimizer, last, state)
+    return Start(last, "", optimizer, last, state)
+
+
+class Run:
+    """One run's directory, its counters (`state`), and what to save (`keep`)."""
+
+    def __init__(self, config, world: World):
+        self.config = config
+        self.world = world
+        self.out = config.out
+        self.began = time.monotonic()
+        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {}, "sampled": 0,
+                      "skipped": 0, "best": None}
+
+    # --- where it starts --------------------------------------------------------------------
+
+    def find_start(self) -> Start:
+        """On rank 0. From here on an existing directory is closed to other runs.
+
+        Raises ValueError if the directory holds a run that this one may not touch."""
+        config, out = self.config, self.out
+        if os.path.isdir(out) or not config.model:
+            self.world.take(out)
+        last = checkpoint.last_checkpoint(out) if config.resume else None
+        if last is not None:
+            state = self.state | read_json(os.path.join(last, "state.json"))
+            print(f"resuming {out} at {state['phase']} step {state['step']}")
+            self._check_flags()
+            return starting_point(config, last, state)
+
+        holds_run = checkpoint.checkpoints(out) or os.path.exists(self.path("result.json"))
+        if holds_run and not config.overwrite:
+            raise ValueError(f"{out} holds another run: --resume continues it, --overwrite "
+                             "empties it, or give another --out")
+        inside = os.path.join(os.path.abspath(out), "")
+        if config.model and os.path.join(os.path.abspath(config.model), "").startswith(inside):
+            raise ValueError(f"--model {config.model} lies in --out, which a new run empties")
+        if config.resume:
+            print(f"{out}: no checkpoint yet, starting afresh")
+        return starting_point(config, None, self.state)
+
+    def _check_flags(self) -> None:
+        flags, path = asdict(self.config), self.path("run.json")
+        for name, before in read_json(path).items():
+            now = flags.get(name, BUILT_IN.get(name, before))
+            if now != before and name not in MAY_CHANGE:
+                raise ValueError(f"{path}: {name} is {before!r}; a resumed run cannot change it "
+                                 f"to {now!r}")
+
+    def open(self, start: Start) -> None:
+        """Take the directory over, now that everything was read without an error: empty it, or
+        forget what came after the checkpoint."""
+        self.state = start.state
+        self.began = time.monotonic() - self.state["seconds"]
+        if self.world.rank:
+            return
+        self.world.take(self.out)
+        if start.checkpoint:
+            checkpoint.forget_after(self.out, start.checkpoint)
+            with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
+                file.truncate(min(file.tell(), self.state["metrics"]))
+        else:
+            for name in ("metrics.jsonl", "result.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.path(name))
+            for name in (checkpoint.FOLDER, "warmup", "best", "final"):
+                shutil.rmtree(self.path(name), ignore_errors=True)
+        write_json(self.path("run.json"), asdict(self.config))
+
+    # --- what it leaves ---------------------------------------------------------------------
+
+    def keep(self, model, optimizer, tokenizer, rlm_config) -> None:
+        """From now on these are saved. `rlm_config` is saved as rlm.json."""
+        self.model = model
+        self.optimizer = optimizer
+        self.tokenizer = tokenizer
+        self.rlm_config = rlm_config
+
+    def log(self, metrics: dict) -> None:
+        """One JSON line for programs."""
+        if self.world.rank == 0:
+            with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics | {"elapsed": round(self.elapsed(), 1)}) + "\n")
+
+    def metrics(self) -> list[dict]:
+        with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+    def save_model(self, name: str, dtype: torch.dtype | None = None) -> str:
+        """Write OUT/`name`: the weights, adapters merged, and the adapters beside them."""
+        path = self.path(name)
+        checkpoint.write_directory(
+            path, [self._text, lambda aside: self._weights(aside, dtype), self._adapter],
+            self.world)
+        return path
+
+    def save_checkpoint(self) -> None:
+        """Everything to continue from. Of a model with adapters only these are written: its
+        weights stay what the warm-up left."""
+        path = checkpoint.place(self.out, self.state["phase"], self.state["step"])
+        if os.path.isdir(path):  # it would be the same: randomness comes from phase and step
+            return
+        weights = [] if self.model.rank else [self._weights]
+        checkpoint.write_directory(
+            path, [self._text, *weights, self._adapter, self._optimizer, self._state], self.world)
+        if self.world.rank == 0:
+            checkpoint.keep_last(self.out)
+
+    def _text(self, aside: str) -> None:
+        if self.world.rank == 0:
+            self.tokenizer.save(aside)
+            self.rlm_config.save(os.path.join(aside, "rlm.json"))
+
+    def _weights(self, aside: str, dtype: torch.dtype | None = None) -> None:
+        if self.world.rank == 0:
+            self.model.save_pretrained(aside, dtype)
+        else:
+            deque(self.model.merged(), maxlen=0)  # every rank takes part in each gathering
+
+    def _adapter(self, aside: str) -> None:
+        if self.model.rank:
+            self.model.save_adapter(os.path.join(aside, "adapter"), self.path("warmup"),
+                                    self.world.rank == 0)
+
+    def _optimizer(self, aside: str) -> None:
+        if self.state["step"]:  # before the first step it has nothing to save
+            checkpoint.save_optimizer(self.model, self.optimizer,
+                                      os.path.join(aside, "optimizer"))
+
+    def _state(self, aside: str) -> None:
+        if self.world.rank:
+            return
+        metrics = self.path("metrics.jsonl")
+        size = os.path.getsize(metrics) if os.path.exists(metrics) else 0
+        state = self.state | {"seconds": self.elapsed(), "files": checkpoint.sizes(aside),
+                              "metrics": size}
+        write_json(os.path.join(aside, "state.json"), state)
+
+    def save_result(self, more: dict) -> None:
+        """OUT/result.json: the scores, and the flags that they belong to."""
+        rows = self.state["results"]
+        scores = {name: rows[name]["score"] if name in rows else None
+                  for name in ("heldout_warmup", "heldout_final", "heldout_4x")}
+        result = {"seed": self.config.seed, "credit": self.config.credit, **scores,
+                  "heldout_n": rows["heldout_final"]["n"], **more,
+                  "sampled_tokens": self.state["sampled"],
+                  "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)}
+        write_json(self.path("result.json"), result)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.out, name)
+
+    def elapsed(self) -> float:
+        """Seconds of the run, those before it was interrupted included."""
+        return time.monotonic() - self.began
+
+
+def facts(config) -> dict:
+    """What has to be the same on all ranks."""
+    here = Path(__file__).resolve().parent.parent
+    files = sorted([*here.glob("*.py"), *here.glob("tasks/*.py"), *here.glob("runtime/*.py")])
+    code = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8)
+    device = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = f"{gpu.name}, {gpu.total_memory >> 30} GiB"
+    return {"flags": json.dumps(asdict(config), sort_keys=True), "code": code.hexdigest(),
+            "torch": torch.__version__, "device": device}
+
+
+def flags_of_run(args) -> dict:
+    """The flags that a resumed run was started with; flags that are given now still win."""
+    path = os.path.join(args.out, "run.json")
+    if not args.resume or not os.path.exists(path):
+        return {}
+    return read_json(path)
