@@ -7,6 +7,7 @@ it is the file's author who has to mend it. Standard library only.
 import functools
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -71,6 +72,22 @@ def function(module: ModuleType, name: str) -> Callable:
             except Exception as error:
                 raise explain(error, module.__file__, name) from error
     return functools.wraps(found)(guarded)
+
+
+def load_reward(spec: str) -> Callable:
+    """`score(task, answer)` of a file, plain or async, as an async function that returns a
+    finite float."""
+    score = load(spec, "score")
+
+    async def checked(task, answer) -> float:
+        value = score(task, answer)
+        if inspect.isawaitable(value):
+            value = await value
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise wrong(score, "a finite number", value)
+        return float(value)
+
+    return checked
 
 
 def explain(error: BaseException, file: str, name: str = "") -> HandedInError:
