@@ -1,0 +1,64 @@
+"""What a step of training looked like: numbers for metrics.jsonl and one line for people.
+
+Left out: what the loss computes (grpo.Stats) and held-out scores (eval.py).
+"""
+from collections import Counter
+
+from tree import Rollout
+
+
+def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
+    """What a batch of trees looked like: means per tree over those that did not fail."""
+    scored, groups = [], {}
+    for rollout, advantage in zip(rollouts, advantages):
+        if not rollout.failed:
+            scored.append((rollout, advantage))
+            groups.setdefault(rollout.group, []).append(rollout.reward)
+    n = len(scored)
+    nodes = [node for rollout, _ in scored for node in rollout.root.walk()]
+    turns = [turn for node in nodes for turn in node.turns]
+    flat = [max(rewards) - min(rewards) < 1e-9 for rewards in groups.values()]
+    return {
+        "reward": sum(rollout.reward for rollout, _ in scored) / n,
+        "flat": sum(flat) / len(groups),  # share of the groups that carry no gradient
+        "failed": len(rollouts) - n,
+        "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
+        "nodes": len(nodes) / n,
+        "turns": sum(turn.role == "assistant" for turn in turns) / n,
+        "tokens": sum(node.sampled for node in nodes) / n,
+        "tokens_worse": _mean([sampled_tokens([r]) for r, a in scored if a < 0]),
+        "tokens_better": _mean([sampled_tokens([r]) for r, a in scored if a > 0]),
+        "errors": sum(len(node.errors) for node in nodes) / n,
+        "block_s": sum(node.repl_seconds for node in nodes) / n,
+        "ends": dict(Counter(rollout.root.end for rollout, _ in scored).most_common()),
+    }
+
+
+def sampled_tokens(rollouts: list[Rollout]) -> int:
+    return sum(node.sampled for rollout in rollouts for node in rollout.root.walk())
+
+
+def _mean(values: list) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def shares(ends: dict[str, int]) -> str:
+    """How roots ended, the most frequent end first: "final 90% turns 10%"."""
+    total = sum(ends.values())
+    return " ".join(f"{end} {count / total:.0%}" for end, count in ends.items())
+
+
+def line(m: dict, steps: int) -> str:
+    """One step for people. `m` are its metrics."""
+    lost = ""
+    if m["failed"]:
+        lost = f" | failed {m['failed']}: {next(iter(m['failures']))[:60]}"
+    update = "no signal, no step"
+    if m["rows"]:
+        merge = f" merge {m['merge_gap']:.0e}" if "merge_gap" in m else ""
+        update = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}{merge} "
+                  f"grad {m['grad_norm']:.2f}")
+    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat {m['flat']:.0%} | "
+            f"per tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns "
+            f"{m['tokens']:.0f} tokens | {shares(m['ends'])}{lost} | {update} | "
+            f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} update {m['update_s']:.1f} s")
