@@ -1,0 +1,127 @@
+"""code: what a call returns, across files; multiple choice (CodeQA of LongBench v2, 2412.15204).
+
+Gold is a letter, "A" to "D". The score is exact.
+
+f calls g in another file, which calls h in a third. Two more files hold a g and an h with other
+numbers: only the imports tell which is meant, and the wrong choices are what the wrong ones give.
+"""
+import re
+
+from tasks import tools
+from tasks.text import (NOUNS, POOL, VERBS, as_line, asked, characters, field, fill,
+                        make_sentence, make_term, script, sentences_with, text_field, word_of)
+
+STRATEGY = ("The context is a dict {path: source}. Find the function, follow its imports from "
+            "file to file, and work the value out; a child can read a long file for you. Return "
+            "the letter alone.")
+TOOLS = tools.ALL
+TOKENS = 8_000
+LETTERS = "ABCD"
+
+
+def make(rng, tokens=None, heldout=False):
+    chars = characters(tokens, TOKENS)
+    size = max(600, min(4000, chars // 40))  # characters of a file
+    words = [(verb, noun) for verb in VERBS for noun in NOUNS]
+    pool = [_function(rng, f"{verb}_{noun}_{i}", rng.randrange(40), rng.randrange(1, 10))
+            for i in range(POOL // 80) for verb, noun in words]
+    paths = [f"src/{rng.choice(NOUNS)}_{i}.py" for i in range(max(8, chars // size))]
+    files = {path: fill(rng, pool, size) for path in paths}
+
+    f, g, h = ("_".join(pair) for pair in rng.sample(words, 3))
+    start, middle, wrong_middle, end, wrong_end = rng.sample(paths, 5)
+    while True:  # until all choices differ
+        numbers = [(rng.randrange(2, 40), rng.randrange(2, 10)) for _ in range(5)]
+        x, (n_f, n_g, other_g, n_h, other_h) = rng.randrange(2, 100), numbers
+        values = []
+        for g_add, g_times in (n_g, other_g):
+            for h_add, h_times in (n_h, other_h):
+                values.append((x + n_f[0] + g_add + h_add) * h_times * g_times * n_f[1])
+        if len(set(values)) == 4:
+            break
+
+    for path, name, (add, times), calls, source in (
+            (start, f, n_f, g, middle),
+            (middle, g, n_g, h, end),
+            (wrong_middle, g, other_g, h, wrong_end),
+            (end, h, n_h, "", ""),
+            (wrong_end, h, other_h, "", "")):
+        at = rng.randrange(len(files[path]) + 1)
+        files[path].insert(at, _function(rng, name, add, times, calls))
+        if calls:
+            module = source[:-3].replace("/", ".")
+            files[path].insert(0, f"from {module} import {calls}\n\n")
+
+    shown = rng.sample(values, 4)
+    choices = [f"({letter}) {value}" for letter, value in zip(LETTERS, shown)]
+    query = "\n".join([f"What does `{f}({x})` in {start} return?", *choices,
+                       "Answer with the letter."])
+    context = {path: "".join(parts) for path, parts in files.items()}
+    return query, context, LETTERS[shown.index(values[0])]
+
+
+def _function(rng, name: str, add: int, times: int, calls: str = "") -> str:
+    inner = f"{calls}(y)" if calls else "y"
+    return (f"def {name}(x):\n    # {make_sentence(rng, make_term(rng))}\n"
+            f"    y = x + {add}\n    return {inner} * {times}\n\n")
+
+
+def score(task, answer):
+    """LongBench v2: "The correct answer is (B)", or the letter alone. Strictly: the sentence
+    occurs once and ends the answer, so that naming all letters scores 0."""
+    text = as_line(answer).replace("*", "").strip()
+    said = re.fullmatch(r"(?s)(?:(.*)The correct answer is )?\(?([A-D])\)?\.?", text)
+    if not said or "The correct answer is" in (said[1] or ""):
+        return 0.0
+    return float(said[2] == task.answer)
+
+
+def read(row):
+    """`question`, `choice_A` to `choice_D`, `answer`, `context`: THUDM/LongBench-v2."""
+    letter = field(row, "answer", str)
+    if letter not in tuple(LETTERS):
+        raise ValueError("field 'answer' is not A, B, C or D")
+    choices = [f"({c}) {field(row, f'choice_{c}', str)}" for c in LETTERS]
+    query = "\n".join([field(row, "question", str), *choices, "Answer with the letter."])
+    return query, text_field(row, "context"), letter
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts; see text.py on functions that run in the REPL
+
+# Children read one file each, and say where to go on.
+def follow(context, name, x, path, choices):
+    times = 1
+    while path:
+        ask = f"What does {name} add, multiply by and call, and in which file is that?"
+        add, factor, name, path = rlm_query(ask, context[path])  # noqa: F821
+        x, times = x + add, times * factor
+    return choices[str(x * times)]
+
+
+def describe(context, name):
+    body = context.split(f"def {name}(")[1].split("def ")[0]
+    found = re.search(r"y = x \+ (\d+)\s+return (\w+).* \* (\d+)", body)
+    add, calls, times = found.groups()
+    source = re.search(rf"from (\S+) import {calls}\b", context)
+    path = source[1].replace(".", "/") + ".py" if source else ""
+    return [int(add), int(times), calls, path]
+
+
+def oracle(task, node):
+    if node.depth:
+        name = asked(node).split()[2]
+        return script(describe, call=f"describe(context, {name!r})")
+    name, x, path = re.search(r"`(\w+)\((\d+)\)` in (\S+)", task.query).groups()
+    choices = {value: letter for letter, value in re.findall(r"\(([A-D])\) (\d+)", task.query)}
+    return script(follow, call=f"follow(context, {name!r}, {x}, {path!r}, {choices})")
+
+
+def choice_beside(hits, choices):
+    return next((k for k, value in choices if any(value in hit for hit in hits)), "A")
+
+
+def keyword(task, node):
+    choices = re.findall(r"\(([A-D])\) (.+)", task.query)
+    hits = f"sentences_with(context, {word_of(task)!r})"
+    return script(sentences_with, choice_beside, call=f"choice_beside({hits}, {choices})")

@@ -1,0 +1,75 @@
+"""deep: a question that needs two levels of children, in one size, for the tiny model.
+
+Gold is a list of words. The score is the F1 over the different strings of an answer.
+
+Two papers of two sections of two paragraphs are nested lists. One word of each paragraph is in
+DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in the context
+and too long to be written as code, all words look alike and none occurs twice: to find the one
+that counts, somebody has to read the paragraph. The model's window (TINY) holds one paragraph.
+"""
+import random
+
+from tasks import tools
+from tasks.text import CODAS, ONSETS, VOWELS, block, strings_in
+
+TOOLS = tools.ALL
+# A node has one message with room for one call, to two children at most, and a window that a
+# paragraph fits into, but not two.
+TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,
+        "limits": {"queries": 2}}
+
+WORDS = random.Random(0).sample([o + v + c for o in ONSETS for v in VOWELS for c in CODAS], 240)
+MEANINGS = random.Random(1).sample([v + o for v in VOWELS for o in ONSETS], 60)
+DICTIONARY = dict(zip(WORDS, MEANINGS))
+
+
+def make(rng, tokens=None, heldout=False):
+    known = rng.sample(list(DICTIONARY), 8)
+    others = iter(rng.sample(WORDS[len(DICTIONARY):], 19 * 8))
+    parts = []
+    for word in known:
+        words = [next(others) for _ in range(19)]
+        words.insert(rng.randrange(20), word)
+        parts.append(" ".join(words))
+    while len(parts) > 2:
+        parts = [parts[i:i + 2] for i in range(0, len(parts), 2)]
+    return "Translate all.", parts, [DICTIONARY[word] for word in known]
+
+
+def score(task, answer):
+    found = set(strings_in(answer))
+    return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts
+
+NODE_SCRIPTS = {  # of nodes with a REPL
+    "each": "FINAL(rlm_query_batched('Translate.', context))",  # a child for every part
+    "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",
+    "one": "FINAL(rlm_query('Translate.', context[0]))",
+    "alone": "FINAL(context)",
+    "forget": "print(len(context))",
+}
+NODE_SHARES = {"each": 0.55, "firsts": 0.2, "one": 0.1, "alone": 0.05, "forget": 0.1}
+LEAF_SHARES = {"right": 0.6, "none": 0.4}
+
+
+def demonstrate(task, node, rng):
+    """One of NODE_SCRIPTS. A plain completion reads a paragraph: it gives the right meaning of
+    its word, or none."""
+    shares = LEAF_SHARES if node.kind == "llm" else NODE_SHARES
+    name = rng.choices(list(shares), shares.values())[0]
+    if name == "none":
+        return "none"
+    return translate(node) if name == "right" else block(NODE_SCRIPTS[name])
+
+
+def translate(node) -> str:
+    """The meaning of the known word in the paragraph that a plain completion was given."""
+    known = [word for word in node.turns[1].text.split() if word in DICTIONARY]
+    return DICTIONARY[known[0]] if known else "none"
+
+
+def oracle(task, node):
+    return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"])

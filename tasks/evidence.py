@@ -1,0 +1,201 @@
+"""evidence: the sentences that answer a question, in many papers.
+
+Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
+alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), with p the gold
+share of its characters.
+
+A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up term.
+The question asks for the sentences about one term.
+"""
+from tasks import Task, tools
+from tasks.text import (ADJECTIVES, NOUNS, POOL, block, characters, field, make_sentence,
+                        make_term, script, sentences_with, strings_in, word_of)
+
+STRATEGY = """\
+The context is a dict {paper id: text}. Return the sentences that answer the question, verbatim, \
+as a list of strings; they are scored by the characters they share with the gold sentences, so \
+leave out everything else.
+1. List the papers, and search them for the words of the question and for synonyms, to find the \
+few that matter. Reading all of them yourself would not fit into your window.
+2. Give each promising paper to a child: rlm_query_batched(question, [context[i] for i in ids]). \
+A child sees one paper as its context (a str), searches it, reads the passages, and returns the \
+exact sentences as a list of strings copied from the text, or [] if there are none.
+3. Drop strings that are errors, join the lists, and call FINAL with them."""
+TOOLS = tools.ALL
+
+# ---------------------------------------------------------------------------------------------
+# Questions
+
+TOKENS = 1_754  # 12 papers
+SENTENCES = 7  # of a paper
+PAPER_CHARS = 66 * SENTENCES + 122.6  # on average
+RELEVANT = (2, 4)  # papers with one or two sentences about the term
+MANY = 2_000  # papers; above that, sentences repeat
+
+
+def make(rng, tokens=None, heldout=False):
+    papers = round(characters(tokens, TOKENS) / PAPER_CHARS)
+    term = make_term(rng, heldout)
+    drawn = [make_term(rng, heldout) for _ in range(2 * papers)]
+    others = [t for t in drawn if t != term]
+    chosen = set(rng.sample(range(papers), rng.randint(*RELEVANT)))
+
+    pool = []
+    if papers > MANY:  # 65,000 papers of new sentences would take many seconds
+        pool = [make_sentence(rng, rng.choice(others)) for _ in range(10 * POOL)]
+
+    def sentence(about):
+        return rng.choice(pool) if pool else make_sentence(rng, about)
+
+    context, gold = {}, {}
+    for number in range(papers):
+        own = rng.sample(others, 2)
+        body = [sentence(rng.choice(own)) for _ in range(SENTENCES)]
+        if number in chosen:
+            for at in rng.sample(range(SENTENCES), rng.randint(1, 2)):
+                body[at] = make_sentence(rng, term)
+                gold.setdefault(f"p{number}", []).append(body[at])
+        title = f"{rng.choice(ADJECTIVES).title()} {rng.choice(NOUNS)}s of {own[0]}"
+        abstract = sentence(own[1])
+        context[f"p{number}"] = paper_text(title, abstract, " ".join(body))
+    return f'Quote all on "{term}".', context, gold
+
+
+def paper_text(title: str, abstract: str, text: str) -> str:
+    return f"### PAPER: {title}\n<abstract>{abstract}</abstract>\n{text}"
+
+
+def read(row):
+    """`question`, `papers` = [{paperId, title, abstract, text}], `evidence` = [{paperId,
+    selections: [{text}]}]: alphaXiv/multi-paper-synthetic."""
+    question = field(row, "question", str)
+    context, gold, words = {}, {}, ""
+    for i, paper in enumerate(field(row, "papers", list)):
+        where = f"papers[{i}]"
+        name = field(paper, "paperId", str, where)
+        parts = [field(paper, key, str, where) for key in ("title", "abstract", "text")]
+        if name in context:
+            raise ValueError(f"{where}: field 'paperId' repeats {name!r}")
+        context[name] = paper_text(*parts)
+        words += "".join(parts)
+    if not words.strip():
+        raise ValueError("field 'papers' is empty: the context would be empty")
+
+    for i, entry in enumerate(field(row, "evidence", list)):
+        where = f"evidence[{i}]"
+        name = field(entry, "paperId", str, where)
+        if name not in context:
+            raise ValueError(f"{where}: field 'paperId' names {name!r}, which is not in 'papers'")
+        for j, selection in enumerate(field(entry, "selections", list, where)):
+            at = f"{where}, selections[{j}]"
+            text = field(selection, "text", str, at).strip()
+            if not text or text not in context[name]:
+                raise ValueError(f"{at}: field 'text' does not occur in paper {name!r}: "
+                                 f"{text[:60]!r}")
+            gold.setdefault(name, []).append(text)
+    if not gold:
+        raise ValueError("field 'evidence' is empty: nothing could score")
+    return question, context, gold
+
+
+# ---------------------------------------------------------------------------------------------
+# Score
+
+MAX_SPANS = 2_000  # distinct strings that an answer may hold; marking more could take minutes
+
+
+def score(task, answer):
+    """Micro F1 over characters.
+
+    Every occurrence of every returned string is marked in every paper. Precision and recall
+    are taken over the union of the marked characters, summed over the papers, so repeating a
+    span gains nothing. Strings found nowhere score exactly 0."""
+    spans = set(strings_in(answer))
+    if not spans or len(spans) > MAX_SPANS:
+        return 0.0
+    both = returned = gold = 0
+    for paper, text in task.context.items():
+        marked = mark(text, spans)
+        wanted = mark(text, task.answer.get(paper, ()))
+        both += (int.from_bytes(marked) & int.from_bytes(wanted)).bit_count()
+        returned += marked.count(1)
+        gold += wanted.count(1)
+    return 2 * both / (returned + gold) if both else 0.0
+
+
+def part_score(task, part, answer):
+    """For a child that was given one paper: its F1 there. If nothing is to be found in the
+    paper, an empty answer scores 1."""
+    name = next((name for name, text in task.context.items() if text == part), None)
+    if name is None:
+        return None
+    gold = task.answer.get(name)
+    if not gold:
+        return float(answer is not None and not strings_in(answer))
+    return score(Task("", "evidence", "", {name: part}, {name: gold}), answer)
+
+
+def mark(text: str, spans) -> bytearray:
+    """One byte per character of `text`: 1 where any span occurs, overlapping occurrences too.
+
+    Linear, also on periodic texts: occurrences that overlap by more than half follow each other
+    at the span's period, so only one period has to be compared anew, not the whole span."""
+    marked = bytearray(len(text))
+    for span in filter(None, spans):
+        period = span.find(span[:(len(span) + 1) // 2], 1)
+        if period < 0 or span[period:] != span[:-period]:
+            period = len(span)  # or no less than half of it
+        at, again = text.find(span), span[-period:]
+        while at >= 0:
+            end = at + len(span)
+            while text.startswith(again, end):
+                end += period
+            marked[at:end] = b"\x01" * (end - at)
+            at = text.find(span, end - period + 1)
+    return marked
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts: good and bad strategies, mixed on purpose
+
+ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
+CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
+LOOK_FIRST = 0.25  # share of scripts that print something first and act in the next turn
+
+
+def demonstrate(task, node, rng):
+    """Roots: filter (the papers that contain the word go to children), all (every paper does),
+    one (the first hit only), alone (return whole papers, ask nobody), forget (never call FINAL).
+    Children: exact (the sentences with the word), whole (the paper), first (its first sentence).
+    Only filter with exact is right. Which is which is for the reinforcement to find out."""
+    scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
+    name = rng.choices(list(scripts), scripts.values())[0]
+    look = rng.random() < LOOK_FIRST
+    if look and not any(turn.role == "assistant" for turn in node.turns):
+        return block("print(context[:40])" if node.depth else "print(len(context))")
+    return strategy_code(task, name)
+
+
+def strategy_code(task, name: str) -> str:
+    """The message of one of the strategies."""
+    word = word_of(task)
+    hits = f'ps = [p for p in context.values() if "{word}" in p]\n'
+    ask = f"""'Quote "{word}".'"""
+    return block({
+        "filter": hits + f"FINAL(rlm_query_batched({ask}, ps))",
+        "all": f"FINAL(rlm_query_batched({ask}, list(context.values())))",
+        "one": hits + f"FINAL(rlm_query({ask}, ps[0]))",
+        "alone": hits + "FINAL(ps)",
+        "forget": hits + "print(len(ps))",
+        "exact": f'FINAL(search(context, "{word}", 0))',
+        "whole": "FINAL(context)",
+        "first": 'FINAL(context.split("\\n")[-1].split(". ")[0])',
+    }[name])
+
+
+def oracle(task, node):
+    return strategy_code(task, "exact" if node.depth else "filter")
+
+
+def keyword(task, node):
+    return script(sentences_with, call=f"sentences_with(context, {word_of(task)!r})")

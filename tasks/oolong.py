@@ -1,0 +1,291 @@
+"""oolong: label every line, then count (OOLONG, arXiv 2511.02817).
+
+Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 ** |error|.
+
+The labels of generated lines follow from how a question begins, so that a script can know them;
+a model has to read. pairs.py asks other questions about such lines.
+"""
+import ast
+import re
+from collections import Counter
+from datetime import datetime
+
+from tasks import tools
+from tasks.text import (ADJECTIVES, NOUNS, PIECES, POOL, as_line, characters, field, first_hit,
+                        how_many_fit, make_term, script, text_field)
+
+STRATEGY = (
+    "Every line has to be labelled by what it means, which code cannot do, and then counted, "
+    "which code does best. Split the context into pieces that a child can read and give them to "
+    "children with rlm_query_batched(question, pieces); they return one label a line, in order, "
+    "check that as many came back, then filter by user and date and count in code. Return the "
+    "number, label, user or phrase in the form asked for, alone.")
+TOOLS = tools.ALL
+TOKENS = 8_000
+
+# ---------------------------------------------------------------------------------------------
+# The lines: a date, a user, a question whose answer has one of six labels
+
+OPENERS = {  # how a question of each label begins
+    "numeric value": ("How many people saw", "How far away is", "How old is", "What year saw",
+                      "How much did they pay for"),
+    "entity": ("What animal is named after", "What instrument measures", "Which colour marks",
+               "What metal is used in", "Which language describes"),
+    "location": ("Where is", "Which city keeps", "What country is known for", "Which river crosses",
+                 "On what island lies"),
+    "description and abstract concept": ("Why is there", "How do you make", "What caused",
+                                         "What is the meaning of", "How does one explain"),
+    "abbreviation": ("What is the acronym for", "What does one abbreviate as BTR in",
+                     "What do the letters KPS mean in", "What is the short form of",
+                     "What is the full name of the GDF in"),
+    "human being": ("Who discovered", "Who was the first to see", "Which inventor made",
+                    "What painter is known for", "Whose assistant wrote down"),
+}
+LABELS = list(OPENERS)
+MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+DAYS = [f"{month} {day:02}, {year}" for year in (2023, 2024) for month in MONTHS
+        for day in range(1, 29)]
+HEAD = """\
+The following lines contain general-knowledge questions, one per line. Each line has a date, a \
+user ID, which may occur on several lines, and a question whose answer is one of these 6 labels: \
+{labels}. The data does not give the labels: work them out from the questions. Calculate exactly, \
+do not estimate.
+
+"""
+
+
+def records(rng, chars: int, users: int, own_labels: bool):
+    """(context, rows): rows are (date as YYYY-MM-DD, user, label), one per line.
+
+    With `own_labels` a user asks mostly about two labels and seldom about a third, so that users
+    differ. Otherwise all users draw alike from labels of different frequency."""
+    terms = [make_term(rng) for _ in range(40)]
+    pool = {label: [_question(rng, opener, terms) for opener in openers
+                    for _ in range(POOL // 30)]
+            for label, openers in OPENERS.items()}
+    head = HEAD.format(labels=", ".join(rng.sample(LABELS, 6)))
+
+    ids = rng.sample(range(10_000, 100_000), users)
+    n = (chars - len(head)) // 80 + 20  # more than fit
+    who = rng.choices(ids, [1 / (3 + i) for i in range(users)], k=n)
+    if own_labels:
+        own = {user: rng.sample(LABELS, 3) for user in ids}
+        labels = [rng.choices(own[user], (8, 3, 0.4))[0] for user in who]
+    else:
+        labels = rng.choices(LABELS, [rng.uniform(1, 3) for _ in LABELS], k=n)
+    days = rng.choices(DAYS, k=n)
+    which = rng.choices(range(len(pool[LABELS[0]])), k=n)
+
+    lines = [f"Date: {day} || User: {user} || Instance: {pool[label][question]}"
+             for day, user, label, question in zip(days, who, labels, which)]
+    lines = lines[:how_many_fit(lines, chars - len(head))]
+    iso = {day: iso_date(day) for day in DAYS}
+    rows = [(iso[day], str(user), label)
+            for _, day, user, label in zip(lines, days, who, labels)]
+    return head + "\n".join(lines), rows
+
+
+def _question(rng, opener: str, terms: list[str]) -> str:
+    return f"{opener} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} of {rng.choice(terms)}?"
+
+
+# 'Jan 06, 2023' as '2023-01-06'. This one also runs in the REPL.
+def iso_date(day):
+    months = "JanFebMarAprMayJunJulAugSepOctNovDec"
+    return f"{day[8:]}-{months.index(day[:3]) // 3 + 1:02}-{day[4:6]}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Questions
+
+FORMS = {  # form: type of the answer, question; the parts before { tell the forms apart
+    "most": ("LABEL", "which of the labels is the most common? Give your final answer in the form "
+             "'Label: answer', where answer is one of the labels."),
+    "least": ("LABEL", "which of the labels is the least common? Give your final answer in the "
+              "form 'Label: answer', where answer is one of the labels."),
+    "count": ("NUMERIC", "how many data points should be classified as label '{a}'? Give your "
+              "final answer in the form 'Answer: number'."),
+    "compare": ("COMPARISON", "is label '{a}' more common, less common, or the same frequency as "
+                "label '{b}'? Give your final answer in the form 'Answer: {a} is [X] {b}', where "
+                "[X] is 'more common than', 'less common than', or 'same frequency as'."),
+    "user": ("USER", "which user has the most instances with the label '{a}'? Give your final "
+             "answer in the form 'User: [X]', where [X] is the user ID."),
+    "month": ("MONTH_YEAR", "in which month do instances with the label '{a}' occur most often? "
+              "Give your final answer in the form 'Answer: [X]', where [X] is the month and the "
+              "year, for example 'January 2023'."),
+}
+ONLY = "For the following question, only consider the instances"
+
+
+def make(rng, tokens=None, heldout=False):
+    chars = characters(tokens, TOKENS)
+    context, rows = records(rng, chars, max(8, min(300, chars // 4000)), False)
+    while True:  # until the question has one answer
+        form = rng.choice(list(FORMS))
+        a, b = rng.sample(LABELS, 2)
+        scope, head = rng.choice(("all", "users", "dates")), "In the above data"
+        if scope == "users":
+            counts = Counter(user for _, user, _ in rows)
+            chosen = rng.sample([user for user, _ in counts.most_common(8)], 3)
+            head = f"{ONLY} of the user IDs {', '.join(chosen)}. Among them"
+        elif scope == "dates":
+            first, last = sorted(rng.sample(range(len(DAYS)), 2))
+            head = f"{ONLY} between {DAYS[first]} and {DAYS[last]}, both included. Among them"
+        answer_type, question = FORMS[form]
+        query = f"{head}, {question.format(a=a, b=b)}"
+        value = tally(rows, *parts_of(query))
+        if value is not None:
+            return query, context, {"type": answer_type, "value": value}
+
+
+def parts_of(query: str) -> tuple:
+    """(form, labels, users, dates) of a generated question; empty where it does not say."""
+    form = next(f for f, (_, text) in FORMS.items() if text.partition("{")[0] in query)
+    users = re.search(r"user IDs ([\d, ]+)\.", query)
+    days = re.findall(r"(?:between|and) (\w{3} \d\d, \d{4})", query)
+    return (form, re.findall(r"label '([^']+)'", query),
+            users[1].split(", ") if users else [], [iso_date(day) for day in days])
+
+
+# The answer over rows (date, user, label); None if two answers tie. Also runs in the REPL.
+def tally(rows, form, labels, users, dates):
+    if users:
+        rows = [row for row in rows if row[1] in users]
+    if dates:
+        rows = [row for row in rows if dates[0] <= row[0] <= dates[1]]
+    counts = Counter(row[2] for row in rows)
+    if form == "count":
+        return str(counts[labels[0]])
+    if form == "compare":
+        more = counts[labels[0]] - counts[labels[1]]
+        if more == 0:
+            return "same frequency as"
+        return "more common than" if more > 0 else "less common than"
+
+    if form == "user":
+        counts = Counter(row[1] for row in rows if row[2] == labels[0])
+    if form == "month":
+        counts = Counter(row[0][:7] for row in rows if row[2] == labels[0])
+    ranked = counts.most_common()
+    if form == "least":  # all six occur, or more than one occurs never
+        ranked = ranked[::-1] if len(ranked) == 6 else []
+    tie = len(ranked) > 1 and ranked[0][1] == ranked[1][1]
+    if not ranked or tie:
+        return None
+    if form != "month":
+        return ranked[0][0]
+    names = ("January February March April May June July August September October November "
+             "December").split()
+    year, month = ranked[0][0].split("-")
+    return f"{names[int(month) - 1]} {year}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Score
+
+PHRASES = ("more common than", "less common than", "same frequency as")
+DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
+
+
+def score(task, answer):
+    """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. Of a
+    comparison, exactly one of the three phrases occurs. The public parser falls back to the last
+    word of a text without a colon, which a list of all labels can pass; that is left out."""
+    kind, gold = task.answer["type"], task.answer["value"]
+    text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
+    if kind == "COMPARISON":
+        said = [phrase for phrase in PHRASES if phrase.rpartition(" ")[0] in text]
+        return float(said == [gold])
+    if kind == "NUMERIC":
+        if not re.fullmatch(r"-?[0-9]{1,15}", text):
+            return 0.0
+        return 0.75 ** min(10_000, abs(int(text) - int(gold)))
+    if kind == "DATE":
+        return float(day_of(text) == day_of(gold) != "")
+    return float(text == gold)
+
+
+def day_of(text: str) -> str:
+    """A date in one of DATE_FORMS as YYYY-MM-DD; "" if it is in none."""
+    for form in DATE_FORMS:
+        try:
+            return datetime.strptime(text, form).strftime("%Y-%m-%d")
+        except ValueError:
+            continue
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows of a file
+
+ANSWER_TYPES = ("LABEL", "NUMERIC", "COMPARISON", "USER", "DATE", "MONTH_YEAR")
+
+
+def read(row):
+    """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
+    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth."""
+    kind = field(row, "answer_type", str).removeprefix("ANSWER_TYPE.")
+    if kind not in ANSWER_TYPES:
+        raise ValueError(f"field 'answer_type' is none of {', '.join(ANSWER_TYPES)}")
+    value = _literal(field(row, "answer", str))
+    fits = {"NUMERIC": re.fullmatch(r"-?[0-9]{1,15}", value),
+            "DATE": day_of(value),
+            "COMPARISON": value in PHRASES}.get(kind, value)
+    if not fits:
+        raise ValueError(f"field 'answer' is no {kind}: {value[:60]!r}")
+    return (field(row, "question", str), text_field(row, "context_window_text"),
+            {"type": kind, "value": value})
+
+
+def _literal(text: str) -> str:
+    """The one value of a list that is written in Python."""
+    day = re.fullmatch(r"\[datetime\.date\((\d+), (\d+), (\d+)\)\]", text)
+    if day:
+        return "{}-{:0>2}-{:0>2}".format(*day.groups())
+    try:
+        return str(ast.literal_eval(text)[0])
+    except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
+        raise ValueError(f"field 'answer' is not a list of one value: {text[:60]!r}") from None
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts; see text.py on functions that run in the REPL
+
+# Rows (date, user, label): children give one digit per line, the number of its label.
+def labelled(context, labels, pieces):
+    lines = [line for line in context.split("\n") if line.startswith("Date: ")]
+    size = -(-len(lines) // pieces)
+    parts = ["\n".join(lines[i:i + size]) for i in range(0, len(lines), size)]
+    ask = "For each line the number of its label, one digit a line, no spaces: "
+    ask += ", ".join(f"{i} {label}" for i, label in enumerate(labels))
+    digits = "".join(rlm_query_batched(ask, parts))  # noqa: F821
+    assert len(digits) == len(lines)
+    days = {day: iso_date(day) for day in {line[6:18] for line in lines}}
+    return [(days[line[6:18]], line[28:33], labels[int(digit)])
+            for line, digit in zip(lines, digits)]
+
+
+# Each group of the pattern has the openers of one label.
+def digits_here(context, openers):
+    starts = "|".join(f"({'|'.join(group)})" for group in openers)
+    found = re.finditer(rf"\|\| Instance: (?:{starts})", context)
+    return "".join(str(opener.lastindex - 1) for opener in found)
+
+
+def label_script(node, answer, call: str) -> str:
+    """The message of a root that labels all lines and calls `answer`, or of a child."""
+    if node.depth:
+        openers = list(OPENERS.values())
+        return script(digits_here, call=f"digits_here(context, {openers})")
+    return script(iso_date, labelled, answer, call=call)
+
+
+ROWS = f"labelled(context, {LABELS}, {PIECES})"
+
+
+def oracle(task, node):
+    call = "tally({}, *{!r})".format(ROWS, parts_of(task.query))
+    return label_script(node, tally, call)
+
+
+keyword = first_hit

@@ -1,0 +1,156 @@
+"""pairs: label every line, then compare users (OOLONG-Pairs of arXiv 2512.24601).
+
+Gold is [[id, id], ...]. The score is the F1 over unordered pairs. The lines are those of oolong.
+"""
+import re
+
+from tasks import tools
+from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
+from tasks.text import (as_line, characters, field, script, sentences_with, text_field,
+                        word_of)
+
+STRATEGY = (
+    "Every line has to be labelled by what it means, which code cannot do; comparing users is "
+    "for code. Split the context into pieces that a child can read and give them to children "
+    "with rlm_query_batched(question, pieces); they return one label a line, in order, check "
+    "that as many came back, then group by user and test all pairs in code. Return the list of "
+    "pairs [[lower id, higher id], ...].")
+TOOLS = tools.ALL
+TOKENS = 8_000
+MOST = 100_000  # tokens: the answer grows with the context
+
+# ---------------------------------------------------------------------------------------------
+# Questions
+
+QUERY = ("In the above data, list all pairs of user IDs (no duplicate pairs, list lower ID first) "
+         "{rule}. Each question has one of these labels (the data does not give them: work them "
+         "out from the questions): {labels}. In your answer, list all pairs in the format "
+         "(user_id_1, user_id_2), separated by newlines.")
+HOW_MANY = ("at least one instance", "at least two instances", "exactly one instance",
+            "exactly two instances")
+
+
+def make(rng, tokens=None, heldout=False):
+    """The rule has one of the three shapes of the paper's twenty queries: both users alike, the
+    same with a date, and two users who differ. It holds for some pairs, at most for half."""
+    chars = characters(tokens, TOKENS, MOST)
+    context, rows = records(rng, chars, max(8, min(150, chars // 1000)), True)
+    users = len({user for _, user, _ in rows})
+    while True:
+        query = QUERY.format(rule=_rule(rng), labels=", ".join(LABELS))
+        gold = matching(rows, *parts_of(query))
+        if 0 < len(gold) <= users * (users - 1) // 4:
+            return query, context, gold
+
+
+def _rule(rng) -> str:
+    a, b, c, d = rng.sample(LABELS, 4)
+    shape = rng.choice(("both", "dated", "unlike"))
+    if shape == "unlike":
+        return (f"such that one user has {rng.choice(HOW_MANY)} with {a} and "
+                f"{rng.choice(HOW_MANY)} with {b}, and the other user has "
+                f"{rng.choice(HOW_MANY)} with {c}"
+                + rng.choice(("", f" and {rng.choice(HOW_MANY)} with {d}")))
+    rule = f"where both users have at least one instance with {a} or {b}"
+    if shape == "dated":
+        rule += (f", and all instances that are {a} for both users must be "
+                 f"{rng.choice(('after', 'before'))} {rng.choice(DAYS)}")
+    return rule
+
+
+def parts_of(query: str) -> tuple:
+    """(clauses of one user, clauses of the other, [label, "after" or "before", date] or []). A
+    clause is ["at least" or "exactly", number, [labels]]."""
+    rule = query.split("list lower ID first) ")[1].split(". Each question")[0]
+    label = "|".join(LABELS)
+    clause = rf"(at least|exactly) (one|two) instances? with ((?:{label})(?: or (?:{label}))?)"
+    clauses = []
+    for part in rule.split("and the other user"):
+        clauses.append([[how, 1 if number == "one" else 2, which.split(" or ")]
+                        for how, number, which in re.findall(clause, part)])
+    dated = re.search(rf"that are ({label}) for both users must be (\w+) (\w+ \d\d, \d+)", rule)
+    return (clauses[0], clauses[-1],
+            [dated[1], dated[2], iso_date(dated[3])] if dated else [])
+
+
+# The pairs [lower ID, higher ID] that fit, over rows (date, user, label). Also runs in the REPL.
+def matching(rows, first, second, dated):
+    instances = {}
+    for day, user, label in rows:
+        instances.setdefault(user, []).append((day, label))
+
+    def fits(own, clauses):
+        for how, number, labels in clauses:
+            n = sum(label in labels for _, label in own)
+            if n < number or (how == "exactly" and n != number):
+                return False
+        for day, label in own:
+            if dated and label == dated[0]:
+                if day == dated[2] or (day > dated[2]) != (dated[1] == "after"):
+                    return False
+        return True
+
+    one = [user for user, own in instances.items() if fits(own, first)]
+    other = [user for user, own in instances.items() if fits(own, second)]
+    found = {tuple(sorted((u, v), key=int)) for u in one for v in other if u != v}
+    return [list(pair) for pair in sorted(found)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Score and rows of a file
+
+def score(task, answer):
+    """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list. Where the
+    gold is empty only an explicit [] scores, and it scores 1. An echo has no pairs: 0. All pairs
+    of users together score 2p/(1+p), with p the gold share of them."""
+    found = pairs_in(answer)
+    if not task.answer:
+        return float(answer in ([], "[]"))
+    gold = {frozenset(map(str, pair)) for pair in task.answer}
+    return 2 * len(found & gold) / (len(found) + len(gold))
+
+
+def pairs_in(answer) -> set[frozenset]:
+    if isinstance(answer, str):
+        found = re.findall(r"\(\s*(\d+)\s*,\s*(\d+)\s*\)", answer)
+        return {frozenset(pair) for pair in found if pair[0] != pair[1]}
+    pairs = set()
+    for item in answer if isinstance(answer, list) else ():
+        if isinstance(item, str):
+            pairs |= pairs_in(item)
+        elif isinstance(item, list) and len(item) == 2:
+            ids = {as_line(i) for i in item if type(i) in (int, str)} - {""}
+            if len(ids) == 2:
+                pairs.add(frozenset(ids))
+    return pairs
+
+
+def read(row):
+    """`context_window_text`, `question`, `answer` = a list of pairs or "(1, 2), (1, 3)".
+    OOLONG-Pairs publishes queries over OOLONG's contexts, and no file."""
+    question = field(row, "question", str)
+    gold = row.get("answer")
+    found = pairs_in(gold)
+    if not found and gold not in ([], "[]"):
+        raise ValueError("field 'answer' is no list of pairs")
+    return (question, text_field(row, "context_window_text"),
+            sorted(sorted(pair) for pair in found))
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts; see text.py on functions that run in the REPL
+
+def oracle(task, node):
+    call = "matching({}, *{!r})".format(ROWS, parts_of(task.query))
+    return label_script(node, matching, call)
+
+
+def pairs_of_users(hits):
+    users = {user for hit in hits for user in re.findall(r"User: (\d+)", hit)}
+    users = sorted(users, key=int)[:100]
+    return [[a, b] for i, a in enumerate(users) for b in users[i + 1:]]
+
+
+def keyword(task, node):
+    hits = f"sentences_with(context, {word_of(task)!r})"
+    return script(sentences_with, pairs_of_users, call=f"pairs_of_users({hits})")
