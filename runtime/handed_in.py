@@ -74,6 +74,26 @@ def function(module: ModuleType, name: str) -> Callable:
     return functools.wraps(found)(guarded)
 
 
+def load_objective(spec: str) -> Callable:
+    """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by its NAME,
+    or of somebody's file. What it returns is checked."""
+    if not is_path(spec):
+        spec = f"{Path(__file__).parent.parent}/lab/objectives.py:{spec}"
+    credit = load(spec, "credit")
+
+    def checked(rollouts, config) -> dict:
+        given = credit(rollouts, config)
+        if not isinstance(given, dict):
+            raise wrong(credit, "{node: grpo.Credit(advantages, weight)}", given)
+        for node, value in given.items():
+            numbers = [*getattr(value, "advantages", [math.nan]), getattr(value, "weight", 0)]
+            if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+                raise wrong(credit, "finite numbers in grpo.Credit(advantages, weight)", value)
+        return given
+
+    return checked
+
+
 def load_reward(spec: str) -> Callable:
     """`score(task, answer)` of a file, plain or async, as an async function that returns a
     finite float."""

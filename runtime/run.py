@@ -23,7 +23,32 @@ import torch
 
 from runtime import checkpoint
 from runtime.files import read_json, write_json
+from runtime.flags import flag
 from runtime.parallel import World
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is about, where it is kept, and how often."""
+    out: str = flag("runs/tiny", "directory of the run", common=True)
+    seed: int = flag(0, "seed of weights, questions and sampling", common=True)
+    model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
+    data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
+    task: str = flag(
+        "evidence", "what is asked: a file of tasks/ by its name, or path/to/file.py",
+        common=True)
+    reward: str = flag("", "path/to/file.py[:function] that scores in the task's place")
+    max_depth: int = flag(0, "nodes down to this depth have a REPL; 0: as rlm.json says")
+    plan: bool = flag(False, "print what the run needs in memory and stop")
+    resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
+    overwrite: bool = flag(False, "empty an --out that holds another run")
+    heldout: int = flag(128, "held-out questions, where they are generated", 1)
+    save_every: int = flag(25, "steps between checkpoints", 1)
+    eval_every: int = flag(
+        0, "steps between held-out evaluations; the best weights stay in OUT/best; 0: none")
+    sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
+                        choices=("require", "auto", "off"))
+
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every eval_every "
@@ -31,7 +56,7 @@ MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_
 
 # Flags of earlier versions, with the value that is built in now.
 BUILT_IN = {
-    "children": "mean", "clip_low": 0.2, "dpo_beta": 0.1, "gap_max": 2.0, "keep": 0.5,
+    "clip_low": 0.2, "dpo_beta": 0.1, "gap_max": 2.0, "keep": 0.5,
     "length_constant": 64.0, "lora_alpha": 32.0, "max_norm": 1.0, "overlap": False,
     "overlong": "keep", "own": 0.0, "process": 0.0, "resample": 0, "std_floor": 1e-2,
     "warmup_degenerate": "", "warmup_rows": 32, "warmup_score": 0.0,
