@@ -196,7 +196,7 @@ def strategy(kind: str) -> str:
 
 def tools(kind: str) -> str:
     """Source text of the functions that the REPL offers, with the imports that they need."""
-    from tasks.text import source
+    from tasks.in_repl import source
 
     return source(_tools(kind))
 

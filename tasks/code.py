@@ -7,14 +7,13 @@ numbers: only the imports tell which is meant, and the wrong choices are what th
 """
 import re
 
-from tasks import tools
-from tasks.text import (NOUNS, POOL, VERBS, as_line, asked, characters, field, fill,
-                        make_sentence, make_term, script, sentences_with, text_field, word_of)
+from tasks.in_repl import TOOLS, asked, script, sentences_with, word_of
+from tasks.text import (NOUNS, POOL, VERBS, as_line, characters, field, fill, make_sentence,
+                        make_term, text_field)
 
 STRATEGY = ("The context is a dict {path: source}. Find the function, follow its imports from "
             "file to file, and work the value out; a child can read a long file for you. Return "
             "the letter alone.")
-TOOLS = tools.ALL
 TOKENS = 8_000
 LETTERS = "ABCD"
 
@@ -87,14 +86,14 @@ def read(row):
 
 
 # ---------------------------------------------------------------------------------------------
-# Scripts; see text.py on functions that run in the REPL
+# Scripts; see in_repl.py on functions that run in the REPL
 
 # Children read one file each, and say where to go on.
 def follow(context, name, x, path, choices):
     times = 1
     while path:
         ask = f"What does {name} add, multiply by and call, and in which file is that?"
-        add, factor, name, path = rlm_query(ask, context[path])  # noqa: F821
+        add, factor, name, path = rlm_query(ask, context[path])
         x, times = x + add, times * factor
     return choices[str(x * times)]
 

@@ -9,10 +9,9 @@ that counts, somebody has to read the paragraph. The model's window (TINY) holds
 """
 import random
 
-from tasks import tools
-from tasks.text import CODAS, ONSETS, VOWELS, block, strings_in
+from tasks.in_repl import TOOLS, block
+from tasks.text import CODAS, ONSETS, VOWELS, strings_in
 
-TOOLS = tools.ALL
 # A node has one message with room for one call, to two children at most, and a window that a
 # paragraph fits into, but not two.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,

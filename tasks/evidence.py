@@ -7,9 +7,10 @@ share of its characters.
 A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up term.
 The question asks for the sentences about one term.
 """
-from tasks import Task, tools
-from tasks.text import (ADJECTIVES, NOUNS, POOL, block, characters, field, make_sentence,
-                        make_term, script, sentences_with, strings_in, word_of)
+from tasks import Task
+from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
+from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, make_sentence,
+                        make_term, strings_in)
 
 STRATEGY = """\
 The context is a dict {paper id: text}. Return the sentences that answer the question, verbatim, \
@@ -21,7 +22,6 @@ few that matter. Reading all of them yourself would not fit into your window.
 A child sees one paper as its context (a str), searches it, reads the passages, and returns the \
 exact sentences as a list of strings copied from the text, or [] if there are none.
 3. Drop strings that are errors, join the lists, and call FINAL with them."""
-TOOLS = tools.ALL
 
 # ---------------------------------------------------------------------------------------------
 # Questions

@@ -9,14 +9,12 @@ A person, known by trade and birthplace -> the teacher -> the institute that the
 import re
 import string
 
-from tasks import tools
-from tasks.text import (as_line, asked, characters, field, fill, filler, first_hit, names,
-                        script, text_field)
+from tasks.in_repl import TOOLS, asked, first_hit, script
+from tasks.text import (as_line, characters, field, fill, filler, names, text_field)
 
 STRATEGY = ("The context is a dict {id: document}. No document holds the whole answer: search for "
             "the first clue, let children read the documents found and return the name that leads "
             "on, search for that, and so on. Return the final name alone.")
-TOOLS = tools.ALL
 TOKENS = 8_000
 JOBS = "composer weaver printer surveyor physician baker mason chemist".split()
 
@@ -86,12 +84,12 @@ def read(row):
 
 
 # ---------------------------------------------------------------------------------------------
-# Scripts; see text.py on functions that run in the REPL
+# Scripts; see in_repl.py on functions that run in the REPL
 
 # Children read one document each.
 def chain(context, person):
     def read(question, start):
-        return rlm_query(question, next(t for t in context.values() if start in t))  # noqa: F821
+        return rlm_query(question, next(t for t in context.values() if start in t))
 
     teacher = read("Who was the teacher?", f"was a {person}")
     institute = read("Which institute did the person direct?", f"{teacher} was a ")

@@ -4,13 +4,11 @@ Gold is a list of strings. The score is the share of them that the answer contai
 """
 import re
 
-from tasks import tools
-from tasks.text import (PIECES, as_line, characters, field, fill, filler, first_hit, make_term,
-                        script)
+from tasks.in_repl import PIECES, TOOLS, first_hit, script
+from tasks.text import as_line, characters, field, fill, filler, make_term
 
 STRATEGY = ("One sentence of the context holds the answer. Search for the words of the question. "
             "Return the value alone.")
-TOOLS = tools.ALL
 TOKENS = 8_000
 ANSWER_CHARS = 512  # of an answer that count: RULER lets a model write 128 tokens
 
@@ -44,13 +42,13 @@ def read(row):
 
 
 # ---------------------------------------------------------------------------------------------
-# Scripts; the functions without a docstring run in the REPL (see text.py)
+# Scripts; the functions without a docstring run in the REPL (see in_repl.py)
 
 # Children look for the needle in pieces of the context, which overlap.
 def find(context, query, pieces):
     size, overlap = -(-len(context) // pieces), 200
     parts = [context[i:i + size + overlap] for i in range(0, len(context), size)]
-    found = rlm_query_batched(query, parts)  # noqa: F821
+    found = rlm_query_batched(query, parts)
     return next(value for value in found if value)
 
 

@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from datetime import datetime
 
-from tasks import tools
-from tasks.text import (ADJECTIVES, NOUNS, PIECES, POOL, as_line, characters, field, first_hit,
-                        how_many_fit, make_term, script, text_field)
+from tasks.in_repl import PIECES, TOOLS, first_hit, script
+from tasks.text import (ADJECTIVES, NOUNS, POOL, as_line, characters, field, how_many_fit,
+                        make_term, text_field)
 
 STRATEGY = (
     "Every line has to be labelled by what it means, which code cannot do, and then counted, "
@@ -20,7 +20,6 @@ STRATEGY = (
     "children with rlm_query_batched(question, pieces); they return one label a line, in order, "
     "check that as many came back, then filter by user and date and count in code. Return the "
     "number, label, user or phrase in the form asked for, alone.")
-TOOLS = tools.ALL
 TOKENS = 8_000
 
 # ---------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def _literal(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Scripts; see text.py on functions that run in the REPL
+# Scripts; see in_repl.py on functions that run in the REPL
 
 # Rows (date, user, label): children give one digit per line, the number of its label.
 def labelled(context, labels, pieces):
@@ -258,7 +257,7 @@ def labelled(context, labels, pieces):
     parts = ["\n".join(lines[i:i + size]) for i in range(0, len(lines), size)]
     ask = "For each line the number of its label, one digit a line, no spaces: "
     ask += ", ".join(f"{i} {label}" for i, label in enumerate(labels))
-    digits = "".join(rlm_query_batched(ask, parts))  # noqa: F821
+    digits = "".join(rlm_query_batched(ask, parts))
     assert len(digits) == len(lines)
     days = {day: iso_date(day) for day in {line[6:18] for line in lines}}
     return [(days[line[6:18]], line[28:33], labels[int(digit)])

@@ -4,10 +4,9 @@ Gold is [[id, id], ...]. The score is the F1 over unordered pairs. The lines are
 """
 import re
 
-from tasks import tools
 from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
-from tasks.text import (as_line, characters, field, script, sentences_with, text_field,
-                        word_of)
+from tasks.in_repl import TOOLS, script, sentences_with, word_of
+from tasks.text import as_line, characters, field, text_field
 
 STRATEGY = (
     "Every line has to be labelled by what it means, which code cannot do; comparing users is "
@@ -15,7 +14,6 @@ STRATEGY = (
     "with rlm_query_batched(question, pieces); they return one label a line, in order, check "
     "that as many came back, then group by user and test all pairs in code. Return the list of "
     "pairs [[lower id, higher id], ...].")
-TOOLS = tools.ALL
 TOKENS = 8_000
 MOST = 100_000  # tokens: the answer grows with the context
 
@@ -138,7 +136,7 @@ def read(row):
 
 
 # ---------------------------------------------------------------------------------------------
-# Scripts; see text.py on functions that run in the REPL
+# Scripts; see in_repl.py on functions that run in the REPL
 
 def oracle(task, node):
     call = "matching({}, *{!r})".format(ROWS, parts_of(task.query))

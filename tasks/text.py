@@ -1,20 +1,13 @@
-"""What the kinds of task share: made-up words and filler, texts and answers, rows of a file, and
-scripts as source text.
+"""What the kinds of task share: made-up words, filler, the strings of an answer, rows of a file.
 
 Filler is drawn from small pools of sentences, so that a context of 10 million tokens (40 MB)
 takes a few seconds. What a question is about is made once and occurs nowhere else.
 
 Left out: real text. Standard library only.
 """
-import ast
 import bisect
-import functools
-import inspect
 import itertools
 import random
-import re
-import sys
-from collections.abc import Callable
 from typing import Any
 
 ONSETS, VOWELS, CODAS = "bdfgklmnprst", "aeiou", "nrlx"
@@ -133,76 +126,3 @@ def text_field(row: Any, name: str, where: str = "") -> str:
     if not text.strip():
         raise ValueError(f"{where}: " * bool(where) + f"field {name!r} is empty")
     return text
-
-
-# ---------------------------------------------------------------------------------------------
-# Scripts: functions that run in a REPL
-#
-# What an oracle does is written as plain functions, which travel into the REPL as source text.
-# There they find the REPL's builtins (rlm_query, rlm_query_batched, search) as free names; here
-# these are undefined, and nobody calls the functions here.
-
-PIECES = 24  # children of one batch
-
-
-@functools.cache
-def source(functions: tuple[Callable, ...]) -> str:
-    """The source text of some functions, after those imports of their files that they use."""
-    imports, bodies = [], []
-    for function in functions:
-        used = _names_in(function.__code__)
-        whole_file = inspect.getsource(sys.modules[function.__module__])
-        for statement in ast.parse(whole_file).body:
-            if isinstance(statement, (ast.Import, ast.ImportFrom)):
-                statement.names = [a for a in statement.names if _bound(a) in used]
-                if statement.names and ast.unparse(statement) not in imports:
-                    imports.append(ast.unparse(statement))
-        bodies.append(inspect.getsource(function))
-    return "\n".join([*imports, *bodies])
-
-
-def _bound(alias: ast.alias) -> str:
-    """The name that a part of an import statement defines."""
-    return alias.asname or alias.name.split(".")[0]
-
-
-def _names_in(code) -> set[str]:
-    """The names that a code object and those inside it use."""
-    inner = [c for c in code.co_consts if inspect.iscode(c)]
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def block(code: str) -> str:
-    """Code as the message of a model."""
-    return f"```repl\n{code}\n```"
-
-
-def script(*functions: Callable, call: str) -> str:
-    """A message that defines the functions and answers with what `call` returns."""
-    return block(f"{source(functions)}\nFINAL({call})")
-
-
-def asked(node) -> str:
-    """What a node was asked: its first user message."""
-    return next((turn.text for turn in node.turns if turn.role == "user"), "")
-
-
-def word_of(task) -> str:
-    """The word in quotes in the question; else its longest word that occurs in the context."""
-    quoted = re.search(r'"([^"\n]+)"', task.query)
-    if quoted:
-        return quoted[1]
-    text = task.context if isinstance(task.context, str) else " ".join(task.context.values())
-    words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True)
-    return next((w for w in words if w in text), words[0] if words else "the")
-
-
-def sentences_with(context, word):
-    texts = [context] if isinstance(context, str) else list(context.values())
-    return [hit for text in texts if word in text for hit in search(text, word, 0)]  # noqa: F821
-
-
-def first_hit(task, node) -> str:
-    """The message of a keyword script: the first sentence with a word of the question."""
-    hits = f"sentences_with(context, {word_of(task)!r})"
-    return script(sentences_with, call=f"next(iter({hits}), '')")
