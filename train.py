@@ -25,29 +25,27 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 
-# A thread that waits for the others spins a little, then sleeps. torch's default is to spin
-# long: 1.3 times faster on two idle cores, ten times slower on two busy ones.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import runtime  # before torch: it says how torch's threads wait
 
-import torch  # noqa: E402
-from tqdm import tqdm, trange  # noqa: E402
+import torch
+from tqdm import tqdm, trange
 
-import eval as evaluation  # noqa: E402
-import grpo  # noqa: E402
-import rlm  # noqa: E402
-import tasks  # noqa: E402
-from grpo import GRPOConfig, Row, Stats, policy_loss  # noqa: E402
-from model import Qwen3, Qwen3Config  # noqa: E402
-from repl import Limits, REPLError  # noqa: E402
-from rlm import RLMConfig  # noqa: E402
-from runtime import checkpoint, handed_in, metrics, parallel, plan  # noqa: E402
-from runtime.files import read_json  # noqa: E402
-from runtime.flags import flag, parse  # noqa: E402
-from runtime.parallel import World, full_tensor  # noqa: E402
-from runtime.run import Run, RunConfig, facts, flags_of_run  # noqa: E402
-from sampler import Sampler, SamplerError  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
-from tree import Rollout, read_rollouts, render  # noqa: E402
+import eval as evaluation
+import grpo
+import rlm
+import tasks
+from grpo import GRPOConfig, Row, Stats, policy_loss
+from model import Qwen3, Qwen3Config
+from repl import Limits, REPLError
+from rlm import RLMConfig
+from runtime import checkpoint, handed_in, metrics, parallel, plan
+from runtime.flags import flag, parse
+from runtime.parallel import World, full_tensor
+from runtime.plan import COMPUTE, DEVICE
+from runtime.run import Run, RunConfig, facts, flags_of_run
+from sampler import Sampler, SamplerError
+from tokenizer import Tokenizer
+from tree import Rollout, read_rollouts, render
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,6 @@ LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 MAX_NORM = 1.0  # gradients are clipped to this norm
 WARMUP_ROWS = 32  # nodes per supervised step
 SHOW_EVERY = 25  # steps between printed trees
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# What layers compute in. Trained weights are float32 all the same.
-COMPUTE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def main() -> None:
@@ -158,12 +152,9 @@ class Trainer:
             self.teacher = None
             if config.warmup and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
-            self.frozen = frozen_dtype(start.weights if in_grpo or not config.model
-                                       else config.model)
-            self.plan = make_plan(shape, self.rlm.window, self.frozen, config, world)
-            # Attention of a token to T others costs T times this share of all its other work.
-            heads = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
-            self.attention_cost = heads / self.plan.parameters[0]
+            warms_from = config.model or start.weights  # a warm-up's checkpoint is float32
+            self.frozen = plan.frozen_dtype(start.weights if in_grpo else warms_from)
+            self.plan = plan.of_run(shape, self.rlm.window, config, self.frozen, world)
             print(self.plan.table())
             problem = (self.plan.problem(warms_up, world.size)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
@@ -368,7 +359,7 @@ class Trainer:
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
-        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.attention_cost,
+        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.plan.attention_cost,
                                     self.world.rank, self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
@@ -563,34 +554,14 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
     return trees
 
 
-def frozen_dtype(path: str) -> torch.dtype:
-    """Of weights that are not trained: bfloat16, but on a CPU what the checkpoint has."""
-    stored = "float32"
-    if path:
-        raw = read_json(os.path.join(path, "config.json"))
-        stored = raw.get("dtype", raw.get("torch_dtype"))
-    if DEVICE == "cuda" or stored == "bfloat16":
-        return torch.bfloat16
-    return torch.float32
-
-
-def make_plan(shape: Qwen3Config, window: int, frozen: torch.dtype, config: Config,
-              world: World) -> plan.Plan:
-    """What the run needs in memory. On a CPU the ranks of a machine share it."""
-    share = 1 if DEVICE == "cuda" else world.local_size
-    return plan.Plan(shape, window, max(window, config.micro_tokens), config.lora_rank,
-                     frozen.itemsize, config.recompute, plan.device_bytes(DEVICE) // share,
-                     COMPUTE.itemsize, moment=2 if config.bf16_states else 4)
-
-
 def plan_without_loading(config: Config, world: World) -> plan.Plan:
-    """The plan from config.json and rlm.json alone."""
+    """What the run needs in memory, from config.json and rlm.json alone."""
     check(config, world.size)
     shape, window = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY), TINY_RLM.window
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
         window = rlm.load_config(config.model, shape.max_position_embeddings).window
-    return make_plan(shape, window, frozen_dtype(config.model), config, world)
+    return plan.of_run(shape, window, config, plan.frozen_dtype(config.model), world)
 
 
 if __name__ == "__main__":
