@@ -440,15 +440,12 @@ class RLM:
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto"):
-        import torch
-
         from model import Qwen3
+        from runtime.device import COMPUTE, DEVICE
         from sampler import Sampler
         from tokenizer import Tokenizer
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = Qwen3.from_pretrained(model_dir, dtype, device)
+        model = Qwen3.from_pretrained(model_dir, COMPUTE, DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=8, window=self.config.window)

@@ -39,9 +39,9 @@ from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
 from runtime import checkpoint, handed_in, metrics, parallel, plan
+from runtime.device import COMPUTE, DEVICE, frozen_dtype
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
-from runtime.plan import COMPUTE, DEVICE
 from runtime.run import Run, RunConfig, facts, flags_of_run
 from sampler import Sampler, SamplerError
 from tokenizer import Tokenizer
@@ -153,8 +153,8 @@ class Trainer:
             if config.warmup and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
             warms_from = config.model or start.weights  # a warm-up's checkpoint is float32
-            self.frozen = plan.frozen_dtype(start.weights if in_grpo else warms_from)
-            self.plan = plan.of_run(shape, self.rlm.window, config, self.frozen, world)
+            self.frozen = frozen_dtype(start.weights if in_grpo else warms_from)
+            self.plan = make_plan(shape, self.rlm.window, self.frozen, config, world)
             print(self.plan.table())
             problem = (self.plan.problem(warms_up, world.size)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
@@ -554,6 +554,15 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
     return trees
 
 
+def make_plan(shape: Qwen3Config, window: int, frozen: torch.dtype, config: Config,
+              world: World) -> plan.Plan:
+    """What the run needs in memory. On a CPU the ranks of a machine share it."""
+    share = 1 if DEVICE == "cuda" else world.local_size
+    return plan.Plan(shape, window, max(window, config.micro_tokens), config.lora_rank,
+                     frozen.itemsize, config.recompute, plan.device_bytes(DEVICE) // share,
+                     COMPUTE.itemsize, moment=2 if config.bf16_states else 4)
+
+
 def plan_without_loading(config: Config, world: World) -> plan.Plan:
     """What the run needs in memory, from config.json and rlm.json alone."""
     check(config, world.size)
@@ -561,7 +570,7 @@ def plan_without_loading(config: Config, world: World) -> plan.Plan:
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
         window = rlm.load_config(config.model, shape.max_position_embeddings).window
-    return plan.of_run(shape, window, config, plan.frozen_dtype(config.model), world)
+    return make_plan(shape, window, frozen_dtype(config.model), config, world)
 
 
 if __name__ == "__main__":
