@@ -15,6 +15,7 @@ same completion is asked for: a tree that is run once more pays only for what is
 
 Left out: streaming, proxies, HTTP/2, logprobs. Standard library and tree.py; no threads.
 """
+import argparse
 import asyncio
 import hashlib
 import json
@@ -37,10 +38,12 @@ MAX_REPLY = 32_000_000  # bytes
 
 class Stop(Exception):
     """Ends the run: nothing that follows could succeed, or may be paid for."""
+    ends_run = True  # eval.ask raises it
 
 
 class APIError(Exception):
-    """One request that failed for good."""
+    """One request that failed for good; that question is lost."""
+    final = True  # eval.ask does not run the tree again: it was tried often enough
 
 
 @dataclass(eq=False)
@@ -276,3 +279,35 @@ class API:
             pass
         text = str(text).replace(self.key, "***") if self.key else str(text)
         return "".join(c if c.isprintable() else " " for c in text)[:200]
+
+
+# ------------------------------------------------------------------------------------------
+# The command line
+
+def add_flags(group) -> None:
+    """Adds the flags of a server to a group of argparse."""
+    add = group.add_argument
+    add("--api", metavar="URL", help="OpenAI-compatible server, as http://localhost:8000/v1")
+    add("--api-model", metavar="NAME", help="its model")
+    add("--price", help="dollars per million tokens IN,OUT or IN,OUT,CACHED (default: unknown)")
+    add("--budget-tokens", type=int, help="end the run before the server has counted more, in "
+        "and out, earlier parts of a resumed run included (default: none)")
+    add("--budget-dollars", type=float, help="the same in dollars; needs --price (default: "
+        "none)")
+    add("--concurrency", type=int, default=8, help="requests and questions at a time with "
+        "--api (default 8)")
+    add("--timeout", type=float, default=600.0, help="seconds for one request (default 600)")
+
+
+def from_flags(args: argparse.Namespace, model: str, account: Account) -> API:
+    """The policy of these flags. Raises ValueError for a URL or a price that is none."""
+    price = None
+    if args.price:
+        try:
+            price = tuple(float(part) for part in args.price.split(","))
+        except ValueError:
+            price = ()
+        if len(price) not in (2, 3) or not all(0 <= p < float("inf") for p in price):
+            raise ValueError(f"--price {args.price}: it is IN,OUT or IN,OUT,CACHED, in dollars "
+                             "per million tokens")
+    return API(args.api, model or args.api_model, account, args.temperature, args.timeout, price)

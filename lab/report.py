@@ -1,12 +1,12 @@
 """One self-contained HTML page of an evaluation or a training run: `page(...) -> str`.
 
-The tables and charts are plain HTML and SVG; a script shows trees, a node at a time, when they are
+The tables and charts are plain HTML and SVG. A script shows the trees, each node when it is
 opened, so that thousands of nodes cost nothing until then. Nothing is fetched.
 
-What a model wrote is hostile. It reaches the page in two ways only: as text escaped for HTML, and
-inside the JSON of a <script type="application/json">, where every "<" is written \\u003c, so that
-no </script> can end it. The script makes text nodes of it, never markup, and a content security
-policy lets no other script run.
+What a model wrote is hostile. It reaches the page in two ways only: as text escaped for HTML,
+and inside the JSON of a <script type="application/json">, where every "<" is written \u003c,
+so that no </script> can end it. The script makes text nodes of it, never markup, and a content
+security policy lets no other script run.
 
 Left out: everything that computes scores (eval.py). Standard library and tree.py.
 """
@@ -14,143 +14,194 @@ import base64
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from tree import Node, Rollout
 
 
-MOST_NODES = 5_000  # of all trees on a page; the file grows by about 2 kB a node
+MOST_NODES = 5_000  # of all trees on a page; the file grows by about 2 kB per node
 MOST_TEXT = 20_000  # characters of one message on the page
 METHOD_COLOURS = ("rlm1", "retrieval", "direct", "compaction", "rlm0", "rlm2")  # .c0 to .c5
-CURVES = (("reward", "mean reward of the sampled trees"), ("entropy", "entropy, nats a token"),
-          ("gap", "sampler against trainer, mean |gap| of log-probabilities"),
-          ("grad_norm", "norm of the gradient"), ("tokens", "sampled tokens a tree"),
-          ("flat", "share of groups without a signal"))
+CURVES = {  # a metric of metrics.jsonl, and what is written above its chart
+    "reward": "mean reward of the sampled trees",
+    "entropy": "entropy, nats per token",
+    "gap": "sampler against trainer, mean |gap| of log-probabilities",
+    "grad_norm": "norm of the gradient",
+    "tokens": "sampled tokens per tree",
+    "flat": "share of groups without a signal",
+}
 
 
-def page(title: str, settings: dict, rows: list[dict], differences: list[dict] = (),
-         metrics: list[dict] = (), trees: dict | None = None, notes: list[str] = ()) -> str:
-    """`rows`, `differences` and `notes` are eval.py's, `metrics` the lines of metrics.jsonl,
-    `trees` what `pack` made."""
+def page(title: str, settings: dict, rows: list[dict],
+         trees: Sequence[tuple[str, Rollout]] = (), tokenizer=None,
+         metrics: Sequence[dict] = (), advantages: dict[Node, float] = {},
+         gaps: dict[Node, list[float]] = {}, differences: Sequence[dict] = (),
+         notes: Sequence[str] = ()) -> str:
+    """The page as a text.
+
+    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
+    `trees` are (label, rollout); labels that are equal before " #" can be shown together.
+    `advantages` has those of roots, `gaps` for each sampled token of a node its
+    log-probability under the trainer minus that under the sampler."""
     shown = [f"{name} {value}" for name, value in settings.items()
              if not isinstance(value, dict) and value not in (None, "")]
     parts = [f"<h1>{escape(title)}</h1><p class=muted>{escape(' · '.join(shown))}</p>"]
     if rows:
         parts.append(f"<h2>Scores</h2>{score_table(rows)}")
-        if notes:
-            items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-            parts.append(f"<details{' open' * (len(notes) < 5)}><summary>Notes ({len(notes)})"
-                         f"</summary><ul class=muted>{items}</ul></details>")
-        charts = [length_chart(task, [r for r in rows if r["task"] == task])
-                  for task in dict.fromkeys(r["task"] for r in rows)]
-        if any(charts):
-            parts.append(f"<h2>Score against context length</h2><div class=charts>"
-                         f"{''.join(charts)}</div>")
+    if notes:
+        items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+        is_open = " open" if len(notes) < 5 else ""
+        parts.append(f"<details{is_open}><summary>Notes ({len(notes)})</summary>"
+                     f"<ul class=muted>{items}</ul></details>")
+    kinds = dict.fromkeys(row["task"] for row in rows)
+    parts += charts("Score against context length", [
+        length_chart(kind, [row for row in rows if row["task"] == kind]) for kind in kinds])
     if differences:
         parts.append("<details><summary>Differences between methods on the same questions"
                      f"</summary>{difference_table(differences)}</details>")
-    curves = [curve(label, [(m["step"], m[name]) for m in metrics
-                            if m.get("phase") == "grpo" and finite(m.get(name))])
-              for name, label in CURVES]
-    if any(curves):
-        parts.append(f"<h2>Training</h2><div class=charts>{''.join(curves)}</div>")
-    if trees and trees["trees"]:
+    parts += charts("Training", [
+        curve(label, [(m["step"], m[name]) for m in metrics
+                      if m.get("phase") == "grpo" and finite(m.get(name))])
+        for name, label in CURVES.items()])
+    packed = pack(trees, tokenizer, advantages, gaps)
+    if packed["trees"]:
         parts.append(TREES)
+
     hashed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    data = json.dumps(trees or {"trees": []}).replace("<", "\\u003c")  # ASCII, so no U+2028 either
-    return (f'<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport '
-            f'content="width=device-width, initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-            f'style-src \'unsafe-inline\'; script-src \'sha256-{hashed}\'">'
-            f'<title>{escape(title)}</title><style>{STYLE}</style>\n<main>{"".join(parts)}</main>\n'
-            f'<script type="application/json" id=data>{data}</script>\n'
-            f'<script>{SCRIPT}</script></html>\n').encode("utf-8", "replace").decode()
+    data = json.dumps(packed).replace("<", "\\u003c")  # ASCII, so no U+2028 either
+    text = f"""<!doctype html><html lang=en><meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'">
+<title>{escape(title)}</title><style>{STYLE}</style>
+<main>{"".join(parts)}</main>
+<script type="application/json" id=data>{data}</script>
+<script>{SCRIPT}</script></html>
+"""
+    return text.encode("utf-8", "replace").decode()
 
 
-# ---------------------------------------------------------------------------------------------
-# Tables and charts
+# ------------------------------------------------------------------------------------------
+# Tables
+
+# The columns of numbers: the key in a row, the width in a terminal, digits after the point.
+COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 7, 0), ("out", 6, 0), ("calls", 6, 1),
+           ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1), ("dollars", 8, 4))
+HEAD = (f"{'task':10} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
+        f"{'95 % interval':14} " + " ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
+
+
+def table_line(row: dict) -> str:
+    """A row as a line under HEAD, for a terminal."""
+    interval = f"[{row['low']:.3f}, {row['high']:.3f}]" if row["n"] else "-"
+    numbers = [f"{number(row[name], digits, '-'):>{width}}" for name, width, digits in COLUMNS]
+    return (f"{row['task']:10} {row['method']:10} {number(row['length'], 0, '-'):>9} "
+            f"{row['n']:4} {number(row['score'], 3, '-'):>5}  {interval:14} "
+            f"{' '.join(numbers)}")
+
 
 def score_table(rows: list[dict]) -> str:
     lines = []
     for r in rows:
-        low, high = (r["low"] or 0.0, r["high"] or 0.0) if r["n"] else (0.0, 0.0)
-        bar = (f'<svg class=bar viewBox="0 0 100 12" preserveAspectRatio=none aria-hidden=true>'
-               f'<rect width=100 height=12 class=back /><rect x={100 * low:.1f} y=3 height=6 '
-               f'width={max(0.8, 100 * (high - low)):.1f} class="{colour(r["method"])}"/></svg>')
-        interval = f"[{low:.3f}, {high:.3f}]" if r["n"] else ""
+        low, high, interval = r["low"] or 0.0, r["high"] or 0.0, ""
+        if r["n"]:
+            interval = f"[{low:.3f}, {high:.3f}]"
+        bar = (f'<svg class=bar viewBox="0 0 100 12" preserveAspectRatio=none '
+               f'aria-hidden=true><rect width=100 height=12 class=back />'
+               f'<rect x={100 * low:.1f} y=3 height=6 width={max(0.8, 100 * (high - low)):.1f} '
+               f'class="{colour(r["method"])}"/></svg>')
         lines.append([r["task"], r["method"], number(r["length"]), number(r["n"]),
-                      number(r["score"], 3), (interval, bar), number(r["failed"]),
-                      number(r["unanswered"]), number(r["seen"], 3), number(r["in"]),
-                      number(r["reused"]), number(r["out"]), number(r["calls"], 1),
-                      number(r["depth"], 1), number(r["p50"], 1), number(r["p95"], 1),
-                      number(r["dollars"], 4)]
-                     + ([number(r["judge"], 3)] if "judge" in r else []))
-    head = ("task method length n score interval failed unanswered seen in reused out calls depth "
-            "p50 p95 dollars").split() + ["judge"] * any("judge" in r for r in rows)
-    return (html_table(head, lines) + "<p class=muted>Length in tokens; 95 % bootstrap interval of "
-            "the mean score; failed: lost to the machine or the server and not scored; seen: share "
-            "of the context shown; then tokens, calls and depth a question, seconds from start to "
-            "answer, and dollars a question where the price is known.</p>")
+                      number(r["score"], 3), (interval, bar), number(r["unanswered"]),
+                      number(r["seen"], 3),
+                      *(number(r[name], digits) for name, _, digits in COLUMNS)])
+    head = ["task", "method", "length", "n", "score", "interval", "unanswered", "seen",
+            *(name for name, _, _ in COLUMNS)]
+    return html_table(head, lines) + (
+        "<p class=muted>Length in tokens; 95 % bootstrap interval of the mean score; "
+        "unanswered: trees that ended without an answer; seen: share of the context that was "
+        "shown; failed: lost by the machine or the server and not scored; then tokens, calls "
+        "and depth per question, seconds from start to answer, and dollars per question where "
+        "the price is known.</p>")
 
 
-def difference_table(differences: list[dict]) -> str:
+def difference_table(differences: Sequence[dict]) -> str:
     lines = [[d["task"], number(d["length"]), f"{d['a']} − {d['b']}", number(d["n"]),
               f"{d['difference']:+.3f}", f"[{d['low']:+.3f}, {d['high']:+.3f}]",
               "" if d["low"] <= 0 <= d["high"] else "yes"] for d in differences]
-    return html_table(["task", "length", "methods", "n", "difference", "interval",
-                       "excludes 0"], lines)
+    head = ["task", "length", "methods", "n", "difference", "interval", "excludes 0"]
+    return html_table(head, lines)
 
 
 def html_table(head: list[str], lines: list[list]) -> str:
     """A cell is a text, or a pair of a text and trusted markup to put behind it."""
-    def cell(value):
-        text, more = value if isinstance(value, tuple) else (value, "")
-        return f"<td>{escape(str(text))}{more}</td>"
-    return ("<div class=scroll><table><thead><tr>"
-            + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr></thead><tbody>"
-            + "".join(f"<tr>{''.join(map(cell, line))}</tr>" for line in lines)
-            + "</tbody></table></div>")
+    def cell(value: str | tuple[str, str]) -> str:
+        text, markup = value if isinstance(value, tuple) else (value, "")
+        return f"<td>{escape(text)}{markup}</td>"
+
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(map(cell, line))}</tr>" for line in lines)
+    return (f"<div class=scroll><table><thead><tr>{names}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>")
 
 
-def number(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+def number(value: float | None, digits: int = 0, unknown: str = "–") -> str:
+    return unknown if value is None else f"{value:,.{digits}f}"
+
+
+# ------------------------------------------------------------------------------------------
+# Charts
+
+def charts(title: str, drawn: list[str]) -> list[str]:
+    """A heading and the charts that are not empty; nothing if all are."""
+    if not any(drawn):
+        return []
+    return [f"<h2>{title}</h2><div class=charts>{''.join(drawn)}</div>"]
 
 
 def colour(method: str) -> str:
+    """The classes of a method's marks: .c0 to .c5, and dashed for one that is bare."""
     base = method.removesuffix("-bare")
     at = METHOD_COLOURS.index(base) if base in METHOD_COLOURS else 0
-    return f"c{at} bare" if method != base else f"c{at}"
+    return f"c{at}" if method == base else f"c{at} bare"
 
 
 def length_chart(task: str, rows: list[dict]) -> str:
-    """Score (0 to 1) against context length (logarithmic), a line a method; "" for one length."""
+    """Score (0 to 1) against context length (logarithmic), one line per method; "" if there
+    are not two lengths."""
     rows = [r for r in rows if r["n"]]
     lengths = sorted({r["length"] for r in rows})
     if len(lengths) < 2:
         return ""
-    left, right, top, bottom = 40, 460, 14, 250
     span = math.log(lengths[-1] / lengths[0])
-    x = lambda v: left + 20 + (right - left - 40) * math.log(v / lengths[0]) / span  # noqa: E731
-    y = lambda v: bottom - (bottom - top) * v  # noqa: E731
-    parts, legend = axes(left, right, y, (0, 0.25, 0.5, 0.75, 1)), []
-    for v in lengths:
-        parts.append(f'<text x={x(v):.0f} y={bottom + 20} text-anchor=middle>{short(v)}</text>')
-    parts.append(f'<text x=250 y={bottom + 40} text-anchor=middle>tokens of context</text>')
+
+    def x(length: float) -> float:
+        return 60 + 380 * math.log(length / lengths[0]) / span
+
+    def y(score: float) -> float:
+        return 250 - 236 * score
+
+    parts, legend = axes(40, 460, y, (0, 0.25, 0.5, 0.75, 1)), []
+    parts += [f'<text x={x(v):.0f} y=270 text-anchor=middle>{short(v)}</text>' for v in lengths]
+    parts.append('<text x=250 y=290 text-anchor=middle>tokens of context</text>')
     for i, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
         style, points = colour(method), []
-        for r in sorted((r for r in rows if r["method"] == method), key=lambda r: r["length"]):
+        own = [r for r in rows if r["method"] == method]
+        for r in sorted(own, key=lambda r: r["length"]):
             at = x(r["length"]) + 3 * i  # side by side, so that no interval hides another
-            points.append(f"{at:.1f},{y(r['score']):.1f}")
-            parts.append(f'<line x1={at:.1f} x2={at:.1f} y1={y(r["low"]):.1f} '
-                         f'y2={y(r["high"]):.1f} class="{style}"/><circle cx={at:.1f} '
-                         f'cy={y(r["score"]):.1f} r=4 class="{style}"><title>{escape(method)}, '
-                         f'{r["length"]:,} tokens: {r["score"]:.3f} [{r["low"]:.3f}, '
-                         f'{r["high"]:.3f}]</title></circle>')
+            low, middle, high = (f"{y(r[name]):.1f}" for name in ("low", "score", "high"))
+            said = (f"{escape(method)}, {r['length']:,} tokens: {r['score']:.3f} "
+                    f"[{r['low']:.3f}, {r['high']:.3f}]")
+            points.append(f"{at:.1f},{middle}")
+            parts.append(f'<line x1={at:.1f} x2={at:.1f} y1={low} y2={high} class="{style}"/>'
+                         f'<circle cx={at:.1f} cy={middle} r=4 class="{style}">'
+                         f'<title>{said}</title></circle>')
         parts.append(f'<polyline points="{" ".join(points)}" class="{style}"/>')
         legend.append(f'<li><i class="{style}"></i>{escape(method)}</li>')
-    return (f'<figure><figcaption>{escape(task)}</figcaption><svg viewBox="0 0 480 300" role=img '
-            f'aria-label="score against length, {escape(task)}">{"".join(parts)}</svg>'
+    name = f"score against length, {escape(task)}"
+    return (f'<figure><figcaption>{escape(task)}</figcaption><svg viewBox="0 0 480 300" '
+            f'role=img aria-label="{name}">{"".join(parts)}</svg>'
             f'<ul class=legend>{"".join(legend)}</ul></figure>')
 
 
@@ -158,23 +209,30 @@ def curve(label: str, points: list[tuple[float, float]]) -> str:
     """A metric over the steps; "" for fewer than two points."""
     if len(points) < 2:
         return ""
-    values = [v for _, v in points]
+    values = [value for _, value in points]
     low, high = min(0.0, *values), max(values)
-    high = high if high > low else low + 1.0
+    if high <= low:
+        high = low + 1.0
     first, last = points[0][0], points[-1][0]
-    x = lambda v: 76 + 384 * (v - first) / ((last - first) or 1)  # noqa: E731
-    y = lambda v: 180 - 160 * (v - low) / (high - low)  # noqa: E731
-    line = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in points)
+
+    def x(step: float) -> float:
+        return 76 + 384 * (step - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return 180 - 160 * (value - low) / (high - low)
+
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
     parts = axes(76, 460, y, (low, (low + high) / 2, high))
     parts += [f'<text x={x(v):.0f} y=200 text-anchor=middle>{v}</text>' for v in (first, last)]
-    return (f'<figure><figcaption>{escape(label)}</figcaption><svg viewBox="0 0 480 210" role=img '
-            f'aria-label="{escape(label)}">{"".join(parts)}<polyline points="{line}" class=c0 />'
-            f'</svg></figure>')
+    parts.append(f'<polyline points="{line}" class=c0 />')
+    return (f'<figure><figcaption>{escape(label)}</figcaption><svg viewBox="0 0 480 210" '
+            f'role=img aria-label="{escape(label)}">{"".join(parts)}</svg></figure>')
 
 
-def axes(left: int, right: int, y, ticks) -> list[str]:
+def axes(left: int, right: int, y, ticks: Sequence[float]) -> list[str]:
     return [f'<line x1={left} x2={right} y1={y(v):.1f} y2={y(v):.1f} class=grid />'
-            f'<text x={left - 6} y={y(v) + 5:.1f} text-anchor=end>{v:.3g}</text>' for v in ticks]
+            f'<text x={left - 6} y={y(v) + 5:.1f} text-anchor=end>{v:.3g}</text>'
+            for v in ticks]
 
 
 def short(tokens: float) -> str:
@@ -188,57 +246,64 @@ def finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # Trees
 
-def pack(rollouts: list[Rollout], labels: list[str], tokenizer=None,
-         advantages: list[float] | None = None, gaps: dict[Node, list[float]] = {}) -> dict:
-    """Trees as JSON values for the page, up to MOST_NODES nodes: whole trees, in order.
+def pack(trees: Sequence[tuple[str, Rollout]], tokenizer=None,
+         advantages: dict[Node, float] = {}, gaps: dict[Node, list[float]] = {}) -> dict:
+    """Trees as JSON values for the script: whole ones, in order, up to MOST_NODES nodes.
 
-    A text that repeats (the system prompts) is stored once. `gaps`: for each sampled token of a
-    node its log-probability under the trainer minus that under the sampler."""
+    The keys are short, since there are thousands of each. A text that repeats (the system
+    prompts) is stored once, in `texts`; others refer to it by its number."""
     texts: dict[str, int] = {}
-    pieces: dict[int, str] = {}
+    pieces: dict[int, str] = {}  # what each token stands for
 
-    def text(value: str) -> int:
+    def text(value: Any) -> int:
+        if not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False, indent=1)
         if len(value) > MOST_TEXT:
-            value = value[:MOST_TEXT] + f"\n… {len(value) - MOST_TEXT:,} more characters"
+            value = f"{value[:MOST_TEXT]}\n… {len(value) - MOST_TEXT:,} more characters"
         return texts.setdefault(value, len(texts))
 
-    def turn(t, node_gaps):
-        row: dict = {"r": t.role, "x": text(t.text), "s": int(t.logprobs is not None)}
-        if tokenizer and t.ids and len(t.ids) <= MOST_TEXT:
-            pieces.update((i, tokenizer.decode([i])) for i in t.ids if i not in pieces)
-            row["i"] = t.ids
-            if t.logprobs is not None:
-                row["l"] = [round(p, 3) if finite(p) else 0 for p in t.logprobs]
-                row["g"] = [float(f"{next(node_gaps, 0):.1e}") for _ in t.ids]
+    def pack_turn(turn, node_gaps) -> dict:
+        sampled = turn.logprobs is not None
+        row = {"r": turn.role, "x": text(turn.text), "s": int(sampled)}
+        if tokenizer is None or not 0 < len(turn.ids) <= MOST_TEXT:
+            return row
+        row["i"] = turn.ids
+        for i in turn.ids:
+            if i not in pieces:
+                pieces[i] = tokenizer.decode([i])
+        if sampled:
+            row["l"] = [round(p, 3) if finite(p) else 0 for p in turn.logprobs]
+            row["g"] = [float(f"{next(node_gaps, 0):.1e}") for _ in turn.ids]
         return row
 
-    packed, count = [], 0
-    for number_, (r, label) in enumerate(zip(rollouts, labels)):
-        nodes = list(r.root.walk())
-        if packed and count + len(nodes) > MOST_NODES:
-            break
-        count += len(nodes)
+    def pack_tree(label: str, rollout: Rollout, nodes: list[Node]) -> dict:
         at = {node: i for i, node in enumerate(nodes)}
-        task = r.task if isinstance(r.task, dict) else vars(r.task)
         rows = []
         for node in nodes:
             node_gaps = iter(gaps.get(node, ()))
-            rows.append({"p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
-                         "c": [at[child] for child in node.children], "err": len(node.errors),
-                         "sec": round(node.repl_seconds, 3), "a": text(as_json(node.answer)),
-                         "t": [turn(t, node_gaps) for t in node.turns], "g": int(node in gaps)})
-        packed.append({"name": label, "query": task.get("query", ""), "reward": r.reward,
-                       "failed": r.failed, "gold": text(as_json(task.get("answer"))),
-                       "adv": advantages[number_] if advantages else None, "nodes": rows})
-    return {"trees": packed, "left_out": len(rollouts) - len(packed), "texts": list(texts),
+            rows.append({
+                "p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
+                "c": [at[child] for child in node.children], "err": len(node.errors),
+                "sec": round(node.repl_seconds, 3), "a": text(node.answer),
+                "t": [pack_turn(turn, node_gaps) for turn in node.turns],
+                "g": int(node in gaps)})
+        task = rollout.task if isinstance(rollout.task, dict) else vars(rollout.task)
+        return {"name": label, "query": task.get("query", ""), "reward": rollout.reward,
+                "failed": rollout.failed, "gold": text(task.get("answer")),
+                "adv": advantages.get(rollout.root), "nodes": rows}
+
+    packed, count = [], 0
+    for label, rollout in trees:
+        nodes = list(rollout.root.walk())
+        if packed and count + len(nodes) > MOST_NODES:
+            break
+        count += len(nodes)
+        packed.append(pack_tree(label, rollout, nodes))
+    return {"trees": packed, "left_out": len(trees) - len(packed), "texts": list(texts),
             "pieces": pieces}
-
-
-def as_json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
 
 
 TREES = """<h2>Trees</h2><div class=browser><nav><label>Show <select id=filter></select></label>

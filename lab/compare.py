@@ -1,0 +1,329 @@
+"""The run behind `python eval.py`. Tasks, lengths and methods are crossed; each cell of this
+table is answered, and the results go to the terminal and to files.
+
+Everything is checked before anything is loaded, and loaded before anything is written. Left
+out: the flags, and how one question is answered and scored (eval.py).
+"""
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import eval as evaluation  # the program that runs is __main__, so this is a second copy
+import rlm
+import tasks
+from lab import api, report
+from lab.journal import Journal, digest, digest_of_weights
+from lab.methods import BASELINES
+from model import Qwen3, Qwen3Config
+from repl import REPLError
+from rlm import RLMConfig
+from runtime import handed_in
+from runtime.files import write_json
+from sampler import Sampler, SamplerError
+from tasks import Task
+from tree import Completion, Node, write_rollouts
+from tokenizer import Tokenizer
+
+
+SCRIPTS = {"oracle": tasks.oracle, "keyword": tasks.keyword}
+CHARACTERS = 50_000_000  # of all contexts in memory at once
+
+
+class Comparison:
+    """One run. Raises ValueError or OSError for flags that cannot be meant."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.root = args.policy or ("api" if args.api else "model")
+        self.below = args.children or self.root
+        self.speakers = {self.root, self.below}
+        self.uses_api = "api" in self.root + self.below
+        self.check()
+        self.account = api.Account(args.budget_tokens, args.budget_dollars,
+                                   asyncio.Semaphore(args.concurrency))
+
+        self.tokenizer, self.config = None, RLMConfig()
+        window = args.window or self.config.window
+        if args.model:
+            shape = Qwen3Config.read(os.path.join(args.model, "config.json"))
+            self.config = rlm.load_config(args.model, shape.max_position_embeddings)
+            self.tokenizer = Tokenizer.from_pretrained(args.model)
+            window = min(args.window or self.config.window, self.config.window)
+        limits = replace(self.config.limits, sandbox=args.sandbox)
+        self.config = replace(self.config, window=window, limits=limits)
+
+        self.score = tasks.reward
+        if args.reward:
+            self.score = handed_in.load(args.reward, "score")
+        kinds = [self.load_kind(spec) for spec in split(args.tasks)]
+        self.questions = self.read_data(kinds) if args.data else None
+        self.numbers = range(len(self.questions) if args.data else args.n or 128)
+        self.methods = self.choose_methods()
+        lengths = [positive(text, "--lengths") for text in split(args.lengths)] or [None]
+        self.cells = list(itertools.product(kinds, lengths, self.methods))
+
+        self.model, self.sampler = None, None
+        self.policies = {}  # a script is another policy for each question
+        for spec in self.speakers - SCRIPTS.keys():
+            if spec == "model":
+                self.policies[spec] = self.load_model()
+            else:
+                self.policies[spec] = api.from_flags(args, spec[4:], self.account)
+
+    def check(self) -> None:
+        """Raises ValueError for flags that are wrong on their own or do not fit together."""
+        a = self.args
+        for name in ("n", "times", "window", "concurrency", "timeout", "budget_tokens",
+                     "budget_dollars"):
+            value = getattr(a, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+
+        for spec in self.speakers:
+            if not re.fullmatch("model|api|oracle|keyword|api:.+", spec):
+                raise ValueError(f"no policy {spec!r}; there are model, api, oracle, keyword")
+            if spec == "model" and not a.model:
+                raise ValueError("--model DIR is needed, or --api URL, or --policy oracle")
+            if spec.startswith("api") and not (a.api and a.api_model):
+                raise ValueError(f"{spec} needs --api URL and --api-model NAME")
+
+        if a.api and not self.uses_api:
+            raise ValueError("--api is given, but neither root nor children use it")
+        if a.budget_dollars and not a.price:
+            raise ValueError("--budget-dollars needs --price")
+        if a.data and a.lengths:
+            raise ValueError("--lengths is for generated questions, not for those of --data")
+        if a.data and "oracle" in self.speakers:
+            raise ValueError("the oracle knows how questions are generated; it has no --data")
+        if a.resume and not (a.json or a.html or a.save):
+            raise ValueError(
+                "--resume needs the --json, --html or --save of the run to resume")
+
+        for path in filter(None, (a.json, a.html, a.save)):
+            folder = os.path.dirname(path) or "."
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"{path}: no such directory")
+            if os.path.isdir(path) or not os.access(folder, os.W_OK):
+                raise PermissionError(f"{path}: cannot be written")
+
+    def load_kind(self, spec: str) -> str:
+        """The name of a kind of questions; the file of somebody's own kind is loaded."""
+        module = tasks.load(spec)
+        for name in self.speakers & SCRIPTS.keys():
+            if not hasattr(module, name):
+                raise ValueError(f"{spec}: this task has no function {name}")
+        return Path(module.__file__).stem
+
+    def read_data(self, kinds: list[str]) -> list[Task]:
+        a = self.args
+        if len(kinds) != 1:
+            raise ValueError("--data holds questions of one kind; --tasks names it")
+        questions = tasks.read(a.data, kinds[0])
+        if a.split:
+            questions = tasks.split(questions)[a.split == "heldout"]
+        if a.n and a.n > len(questions):
+            raise ValueError(f"--n {a.n}: {a.data} holds only {len(questions)} questions")
+        return questions[:a.n]
+
+    def choose_methods(self) -> list[str]:
+        depth = min(self.config.max_depth, 2) if self.args.model else 1
+        chosen = split(self.args.methods) or [f"rlm{depth}"]
+        known = (*BASELINES, *evaluation.RLM_METHODS)
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"no method {name!r}; there are {', '.join(known)}")
+            if name in evaluation.RLM_METHODS:
+                evaluation.rlm_config(name, self.config)
+            elif self.speakers & SCRIPTS.keys():
+                raise ValueError(
+                    f"{name}: a script writes code for a REPL; it can be rlm0 to rlm2")
+        return chosen
+
+    def load_model(self):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = Qwen3.from_pretrained(self.args.model, dtype, device)
+        self.sampler = Sampler(self.model, window=self.config.window)
+        return rlm.local_policy(self.sampler, self.tokenizer, self.args.temperature,
+                                self.args.top_p)
+
+    def settings(self) -> dict:
+        """What must not change between the parts of a resumed run: all but how many
+        questions, which cells, and where things are written."""
+        a, config = self.args, asdict(self.config)
+        del config["limits"]["sandbox"]  # it belongs to the machine
+        names = "model api api_model split seed times temperature top_p reward".split()
+        return {**{name: getattr(a, name) for name in names},
+                "policy": self.root, "children": self.below, "config": config,
+                "weights": self.model and digest_of_weights(a.model),
+                "data": a.data and digest(Path(a.data).read_bytes())}
+
+    # --- the run --------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Answer what is missing and write the results. Exits with a message if it was
+        stopped, or if no question could be scored."""
+        a, stopped = self.args, ""
+        target = a.json or a.html or a.save
+        self.journal = Journal(target and target + ".journal", self.settings(), a.resume,
+                               self.account)
+        print(report.HEAD)
+        try:
+            threads = self.sampler.threads() if self.sampler else contextlib.nullcontext()
+            with threads:
+                asyncio.run(self.answer_all())
+        except KeyboardInterrupt:
+            stopped = "interrupted"
+        except (api.Stop, OSError, ValueError, SamplerError, REPLError) as error:
+            stopped = str(error) or repr(error)
+        cells = {cell: self.journal.records(cell, self.numbers) for cell in self.cells}
+        self.write({cell: records for cell, records in cells.items() if records}, stopped)
+
+        scored = [r for records in cells.values() for r in records.values()]
+        if stopped:
+            more = "; go on with --resume" if target else ""
+            total = len(self.cells) * len(self.numbers)
+            sys.exit(f"eval.py: {stopped} ({len(scored)} of {total} questions are "
+                     f"answered{more})")
+        if all(r["failed"] for r in scored):
+            sys.exit("eval.py: no question could be scored")
+
+    async def answer_all(self) -> None:
+        try:
+            for cell in self.cells:
+                await self.answer_cell(cell)
+                row = summary(cell, self.journal.records(cell, self.numbers))
+                print(report.table_line(row), flush=True)
+        finally:
+            await self.account.drain()
+
+    async def answer_cell(self, cell: tuple[str, int | None, str]) -> None:
+        """Answer the questions of a cell that have no answer yet, or whose tree was lost."""
+        a, (kind, length, method) = self.args, cell
+        before = self.journal.records(cell, self.numbers)
+        todo = [(i,) for i in self.numbers if i not in before or before[i]["failed"]]
+
+        async def one(i: int) -> None:
+            if self.questions:
+                task = self.questions[i]
+            else:
+                task = evaluation.make_question(kind, i, a.seed, length, a.times,
+                                                heldout=a.split != "train")
+            record, rollout = await evaluation.ask(
+                method, task, self.policy_for(task), self.tokenizer, self.config,
+                (a.seed, *cell, i), self.score)
+            self.journal.add((*cell, i), record, rollout)
+            bar.update()
+
+        at_once = 64 if self.model and not self.uses_api else a.concurrency
+        at_once = min(at_once, CHARACTERS // (4 * (length or 8000)), len(todo))
+        with tqdm(total=len(todo), desc=label(*cell), leave=False, disable=None) as bar:
+            await evaluation.side_by_side(one, todo, max(1, at_once))
+
+    def policy_for(self, task: Task):
+        """The policy for one question's tree: one at the root, maybe another one below."""
+        def speaker(spec: str):
+            if spec in SCRIPTS:
+                return rlm.scripted(SCRIPTS[spec], task, self.tokenizer)
+            return self.policies[spec]
+
+        root, below = speaker(self.root), speaker(self.below)
+
+        async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
+            return await (below if node.path else root)(node, max_tokens, key)
+        return policy
+
+    # --- the results ----------------------------------------------------------------------
+
+    def write(self, cells: dict[tuple, dict[int, dict]], stopped: str) -> None:
+        """Print what the table does not say, and write the files that were asked for."""
+        a = self.args
+        rows = [summary(cell, records) for cell, records in cells.items()]
+        pairs = evaluation.differences(cells)
+        remarks = [note for row, records in zip(rows, cells.values())
+                   for note in notes(row, records)]
+        if stopped:
+            remarks.append(f"not finished: {stopped}")
+        for d in pairs:
+            if d["a"] == self.methods[0]:  # the other pairs are in --json and --html
+                where = f"{d['task']} {d['length']:,}" if d["length"] else d["task"]
+                print(f"{where}: {d['a']} - {d['b']} = {d['difference']:+.3f}  "
+                      f"[{d['low']:+.3f}, {d['high']:+.3f}]  n {d['n']}")
+        for remark in remarks:
+            print(remark)
+        if self.uses_api:
+            money = f", {self.account.dollars:.4f} dollars" if a.price else ""
+            print(f"server: {self.account.tokens:,} tokens in and out{money}, "
+                  f"{self.account.retries} retries")
+
+        if a.json:
+            questions = [
+                {"task": kind, "length": length, "method": method, "i": i, **record}
+                for (kind, length, method), records in cells.items()
+                for i, record in records.items()]
+            write_json(a.json, {"settings": self.settings(), "rows": rows,
+                                "differences": pairs, "notes": remarks,
+                                "questions": questions})
+        finished = [(*cell, i) for cell, records in cells.items() for i in records]
+        if a.save:
+            write_rollouts(a.save, [self.journal.done[name][1] for name in finished])
+        if a.html:
+            # Ordered by question, so that a page that is full shows some of every cell.
+            finished.sort(key=lambda name: name[3])
+            trees = [(f"{label(*name[:3])} #{name[3]}", self.journal.done[name][1])
+                     for name in finished]
+            gaps = {}
+            if self.model and self.root == self.below:
+                gaps = evaluation.gaps(self.model, [rollout for _, rollout in trees])
+            of_training = os.path.join(a.model or "", "..", "metrics.jsonl")
+            evaluation.write_report(
+                a.html, "Evaluation", self.settings(), rows, trees=trees,
+                tokenizer=self.tokenizer, metrics=evaluation.read_metrics(of_training),
+                gaps=gaps, differences=pairs, notes=remarks)
+
+
+def summary(cell: tuple[str, int | None, str], records: dict[int, dict]) -> dict:
+    kind, length, method = cell
+    return evaluation.summary(list(records.values()), kind, method, length)
+
+
+def notes(row: dict, records: dict[int, dict]) -> list[str]:
+    """What a reader of a row must know besides."""
+    where = f"{row['task']} {row['method']}" + (f" {row['length']:,}" if row["length"] else "")
+    lines = []
+    if row["seen"] is not None and row["seen"] < 0.9995:
+        why = "time was up" if row["method"] == "compaction" else "the window was full"
+        lines.append(f"{where}: saw {row['seen']:.1%} of the context, then {why}")
+    if row["unanswered"]:
+        ends = ", ".join(f"{end} {n}" for end, n in row["ends"].items()
+                         if end not in evaluation.ANSWERED)
+        lines.append(f"{where}: {row['unanswered']} of {row['n']} gave no answer ({ends})")
+    for why, n in Counter(r["failed"] for r in records.values() if r["failed"]).items():
+        lines.append(f"{where}: {n} failed: {why:.200}")
+    return lines
+
+
+def label(kind: str, length: int | None, method: str) -> str:
+    return f"{kind} {length} {method}" if length else f"{kind} {method}"
+
+
+def split(text: str | None) -> list[str]:
+    """The parts between commas, each once."""
+    parts = [part.strip() for part in (text or "").split(",")]
+    return list(dict.fromkeys(filter(None, parts)))
+
+
+def positive(text: str, flag: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{flag}: {text!r} is no whole number above 0")
+    return int(text)

@@ -1,0 +1,107 @@
+"""What a comparison has answered and paid for, kept on disk while it runs.
+
+The journal is a file of JSON lines: first the settings of the run, then each reply that was
+paid for and each answer, in the order in which they came. It is appended to and flushed line by
+line, so a killed process loses at most the line that it was writing. The context of a question
+is not kept: its seed makes it again. Left out: everything that asks (lab/compare.py).
+"""
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from lab.api import Account
+from tasks import Task
+from tree import Completion, Rollout, from_row, to_row
+
+
+class Journal:
+    """The answers of a run; without a path they are kept in memory only.
+
+    `done`: (task, length, method, number of the question) -> (record, rollout). Replies that
+    were paid for go to `account.paid`. Raises ValueError, and changes nothing, for a file that
+    cannot be resumed, and for one with answers where `resume` was not asked for."""
+
+    def __init__(self, path: str, settings: dict, resume: bool, account: Account):
+        self.path, self.account = path, account
+        self.done: dict[tuple, tuple[dict, Rollout]] = {}
+        self.file = None
+        if not path:
+            return
+        size, lines = self.read_lines() if os.path.exists(path) else (0, [])
+        if len(lines) > 1 and not resume:
+            raise ValueError(f"{path} holds {len(lines) - 1} lines of an earlier run: go on with "
+                             "--resume, or remove it")
+        if lines and resume:
+            self.restore(lines, settings)
+            self.file = open(path, "r+b")
+            self.file.truncate(size)
+            self.file.seek(size)
+        else:
+            self.file = open(path, "wb")
+            self.write({"settings": settings})
+        account.on_paid = lambda name, done: self.write(
+            {"paid": name, "text": done.text, "stop": done.stop, "usage": done.usage})
+
+    def read_lines(self) -> tuple[int, list[dict]]:
+        """The complete lines of the file and their size in bytes."""
+        size, lines = 0, []
+        with open(self.path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    break  # the run was killed while it wrote this line
+                try:
+                    lines.append(json.loads(raw))
+                except ValueError:
+                    raise ValueError(f"{self.path} line {number}: not JSON") from None
+                size += len(raw)
+        return size, lines
+
+    def restore(self, lines: list[dict], settings: dict) -> None:
+        try:
+            before = lines[0]["settings"]
+            for name in sorted(before.keys() | settings.keys()):
+                if before.get(name) != settings.get(name):
+                    raise ValueError(f"it was made with {name} {before.get(name)!r:.300}, this "
+                                     f"run has {settings.get(name)!r:.300}")
+            for row in lines[1:]:
+                if "paid" in row:
+                    done = Completion(row["text"], stop=row["stop"], usage=row["usage"])
+                    self.account.paid[row["paid"]] = done
+                    self.account.spend(done)
+                else:
+                    tree = from_row(row["tree"], Task)
+                    self.done[tuple(row["done"])] = (row["record"], tree)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: cannot be resumed: {error}") from None
+
+    def add(self, name: tuple, record: dict, rollout: Rollout) -> None:
+        rollout = replace(rollout, task=replace(rollout.task, context=None))
+        self.done[name] = (record, rollout)
+        self.write({"done": name, "record": record, "tree": to_row(rollout)})
+
+    def records(self, cell: tuple, numbers: range) -> dict[int, dict]:
+        """The records of a cell (task, length, method), by the number of the question."""
+        return {i: self.done[*cell, i][0] for i in numbers if (*cell, i) in self.done}
+
+    def write(self, row: dict) -> None:
+        if self.file:
+            self.file.write(json.dumps(row).encode() + b"\n")
+            self.file.flush()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def digest_of_weights(model_dir: str) -> str:
+    """Of the first and the last mebibyte of each file of weights: all would take too long."""
+    parts = []
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for start in (0, max(0, size - (1 << 20))):
+                file.seek(start)
+                parts.append(file.read(1 << 20))
+    return digest(b"".join(parts))
