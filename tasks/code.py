@@ -85,10 +85,7 @@ def read(row):
     return query, text_field(row, "context"), letter
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts; see in_repl.py on functions that run in the REPL
-
-# Children read one file each, and say where to go on.
+# Runs in the REPL: children read one file each, and say where to go on.
 def follow(context, name, x, path, choices):
     times = 1
     while path:
@@ -98,6 +95,7 @@ def follow(context, name, x, path, choices):
     return choices[str(x * times)]
 
 
+# Runs in a child's REPL.
 def describe(context, name):
     body = context.split(f"def {name}(")[1].split("def ")[0]
     found = re.search(r"y = x \+ (\d+)\s+return (\w+).* \* (\d+)", body)
@@ -116,6 +114,7 @@ def oracle(task, node):
     return script(follow, call=f"follow(context, {name!r}, {x}, {path!r}, {choices})")
 
 
+# Runs in the REPL: the letter of a choice that stands beside the word.
 def choice_beside(hits, choices):
     return next((k for k, value in choices if any(value in hit for hit in hits)), "A")
 

@@ -40,9 +40,6 @@ def score(task, answer):
     return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts
-
 NODE_SCRIPTS = {  # of nodes with a REPL
     "each": "FINAL(rlm_query_batched('Translate.', context))",  # a child for every part
     "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",

@@ -23,9 +23,6 @@ A child sees one paper as its context (a str), searches it, reads the passages, 
 exact sentences as a list of strings copied from the text, or [] if there are none.
 3. Drop strings that are errors, join the lists, and call FINAL with them."""
 
-# ---------------------------------------------------------------------------------------------
-# Questions
-
 TOKENS = 1_754  # 12 papers
 SENTENCES = 7  # of a paper
 PAPER_CHARS = 66 * SENTENCES + 122.6  # on average
@@ -97,9 +94,6 @@ def read(row):
         raise ValueError("field 'evidence' is empty: nothing could score")
     return question, context, gold
 
-
-# ---------------------------------------------------------------------------------------------
-# Score
 
 MAX_SPANS = 2_000  # distinct strings that an answer may hold; marking more could take minutes
 

@@ -76,17 +76,15 @@ def read(row):
     for name in ("gold_docs", "evidence_docs", "negative_docs"):
         for i, document in enumerate(field(row, name, list)):
             where = f"{name}[{i}]"
-            context[field(document, "docid", str, where)] = text_field(document, "text", where)
+            key = field(document, "docid", str, where)
+            context[key] = text_field(document, "text", where)
     if not context:
         raise ValueError("field 'gold_docs' and the others are empty: no context")
     context = dict(sorted(context.items()))  # the gold does not come first
     return field(row, "query", str), context, text_field(row, "answer")
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts; see in_repl.py on functions that run in the REPL
-
-# Children read one document each.
+# Runs in the REPL: children read one document each.
 def chain(context, person):
     def read(question, start):
         return rlm_query(question, next(t for t in context.values() if start in t))
@@ -96,6 +94,7 @@ def chain(context, person):
     return read("In which city does the institute stand?", f"The {institute} Institute was founded")
 
 
+# Runs in a child's REPL.
 def fact(context, pattern):
     return re.search(pattern, context)[1]
 

@@ -22,12 +22,12 @@ def list_papers(ctx):
 
 
 def get_paper_abstract(ctx, id):
-    """the abstract of one paper of a dict of papers."""
+    """The abstract of one paper of a dict of papers."""
     return ctx[id].partition("<abstract>")[2].partition("</abstract>")[0]
 
 
 def search(text, keyword, window=300, bidirectional=True):
-    """passages around each occurrence of keyword (any case), widened to whole sentences,
+    """Passages around each occurrence of keyword (any case), widened to whole sentences,
     verbatim; window=0 gives just the sentences that contain it.
 
     `window` characters before (if bidirectional) and after it count; passages that overlap are
@@ -55,7 +55,7 @@ def search(text, keyword, window=300, bidirectional=True):
 
 
 def extract_section(snippet, start, end):
-    """the part from the first start to the next end, both included; "" if not there."""
+    """The part from the first start to the next end, both included; "" if not there."""
     at = snippet.find(start)
     stop = snippet.find(end, at + len(start)) if at >= 0 else -1
     return snippet[at:stop + len(end)] if stop >= 0 else ""

@@ -41,10 +41,7 @@ def read(row):
     return query.strip(), context, gold
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts; the functions without a docstring run in the REPL (see in_repl.py)
-
-# Children look for the needle in pieces of the context, which overlap.
+# Runs in the REPL: children look for the needle in pieces of the context, which overlap.
 def find(context, query, pieces):
     size, overlap = -(-len(context) // pieces), 200
     parts = [context[i:i + size + overlap] for i in range(0, len(context), size)]
@@ -52,6 +49,7 @@ def find(context, query, pieces):
     return next(value for value in found if value)
 
 
+# Runs in a child's REPL.
 def find_here(context, key):
     said = re.search(rf"for {key} is: (\d+)\.", context)
     return said[1] if said else None

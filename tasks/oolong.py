@@ -22,9 +22,6 @@ STRATEGY = (
     "number, label, user or phrase in the form asked for, alone.")
 TOKENS = 8_000
 
-# ---------------------------------------------------------------------------------------------
-# The lines: a date, a user, a question whose answer has one of six labels
-
 OPENERS = {  # how a question of each label begins
     "numeric value": ("How many people saw", "How far away is", "How old is", "What year saw",
                       "How much did they pay for"),
@@ -93,9 +90,6 @@ def iso_date(day):
     months = "JanFebMarAprMayJunJulAugSepOctNovDec"
     return f"{day[8:]}-{months.index(day[:3]) // 3 + 1:02}-{day[4:6]}"
 
-
-# ---------------------------------------------------------------------------------------------
-# Questions
 
 FORMS = {  # form: type of the answer, question; the parts before { tell the forms apart
     "most": ("LABEL", "which of the labels is the most common? Give your final answer in the form "
@@ -179,9 +173,6 @@ def tally(rows, form, labels, users, dates):
     return f"{names[int(month) - 1]} {year}"
 
 
-# ---------------------------------------------------------------------------------------------
-# Score
-
 PHRASES = ("more common than", "less common than", "same frequency as")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
@@ -214,9 +205,6 @@ def day_of(text: str) -> str:
     return ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Rows of a file
-
 ANSWER_TYPES = ("LABEL", "NUMERIC", "COMPARISON", "USER", "DATE", "MONTH_YEAR")
 
 
@@ -247,10 +235,7 @@ def _literal(text: str) -> str:
         raise ValueError(f"field 'answer' is not a list of one value: {text[:60]!r}") from None
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts; see in_repl.py on functions that run in the REPL
-
-# Rows (date, user, label): children give one digit per line, the number of its label.
+# Runs in the REPL: rows (date, user, label). Children give one digit per line, the number of its label.
 def labelled(context, labels, pieces):
     lines = [line for line in context.split("\n") if line.startswith("Date: ")]
     size = -(-len(lines) // pieces)
@@ -264,7 +249,7 @@ def labelled(context, labels, pieces):
             for line, digit in zip(lines, digits)]
 
 
-# Each group of the pattern has the openers of one label.
+# Runs in a child's REPL: each group of the pattern has the openers of one label.
 def digits_here(context, openers):
     starts = "|".join(f"({'|'.join(group)})" for group in openers)
     found = re.finditer(rf"\|\| Instance: (?:{starts})", context)

@@ -17,9 +17,6 @@ STRATEGY = (
 TOKENS = 8_000
 MOST = 100_000  # tokens: the answer grows with the context
 
-# ---------------------------------------------------------------------------------------------
-# Questions
-
 QUERY = ("In the above data, list all pairs of user IDs (no duplicate pairs, list lower ID first) "
          "{rule}. Each question has one of these labels (the data does not give them: work them "
          "out from the questions): {labels}. In your answer, list all pairs in the format "
@@ -94,9 +91,6 @@ def matching(rows, first, second, dated):
     return [list(pair) for pair in sorted(found)]
 
 
-# ---------------------------------------------------------------------------------------------
-# Score and rows of a file
-
 def score(task, answer):
     """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list. Where the
     gold is empty only an explicit [] scores, and it scores 1. An echo has no pairs: 0. All pairs
@@ -135,14 +129,12 @@ def read(row):
             sorted(sorted(pair) for pair in found))
 
 
-# ---------------------------------------------------------------------------------------------
-# Scripts; see in_repl.py on functions that run in the REPL
-
 def oracle(task, node):
     call = "matching({}, *{!r})".format(ROWS, parts_of(task.query))
     return label_script(node, matching, call)
 
 
+# Runs in the REPL.
 def pairs_of_users(hits):
     users = {user for hit in hits for user in re.findall(r"User: (\d+)", hit)}
     users = sorted(users, key=int)[:100]
