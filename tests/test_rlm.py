@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import rlm
+import tasks
+from repl import BUILTINS, Limits, REPLError
+from rlm import RLMConfig, collect, observation, opening, parse, rollout
+from runtime.repl_server import Handle
+from tasks import Task, evidence as evidence_kind
+from tokenizer import Tokenizer
+from tree import Completion, Node, render
 
-import rlm  # noqa: E402
-import tasks  # noqa: E402
-from repl import BUILTINS, Handle, Limits, REPLError  # noqa: E402
-from rlm import RLMConfig, collect, observation, opening, parse, rollout  # noqa: E402
-from tasks import Task  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
-from tree import Completion, Node, render  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def block(code):
@@ -67,7 +67,8 @@ def run(says, question=None, tokenizer=None, key=(), **config):
 
 @pytest.fixture(scope="module")
 def tiny():
-    texts = [rlm.FULL, tasks.STRATEGY, tasks.TOOLS_HELP, "FINAL(rlm_query_batched('x', ps))\n" * 9]
+    texts = [rlm.FULL, evidence_kind.STRATEGY, tasks.tools_help("evidence"),
+             "FINAL(rlm_query_batched('x', ps))\n" * 9]
     return Tokenizer.train(texts, 700)
 
 
@@ -99,7 +100,7 @@ def no_repl_is_left():
     return True
 
 
-# --- the recursion --------------------------------------------------------------------------------
+# --- the recursion -------------------------------------------------------------------------
 
 
 def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
@@ -169,7 +170,7 @@ def test_at_the_depth_limit_rlm_query_becomes_a_plain_completion_over_the_contex
     assert text == 'q\n\nas "is"'
 
 
-# --- tokens ---------------------------------------------------------------------------------------
+# --- tokens --------------------------------------------------------------------------------
 
 
 def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(tiny):
@@ -226,7 +227,7 @@ def test_text_in_the_context_never_becomes_markup(tiny):
     assert hostile in seen(root)[0]
 
 
-# --- parsing and running --------------------------------------------------------------------------
+# --- parsing and running -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, blocks", [
@@ -282,7 +283,7 @@ def test_whatever_is_given_to_final_ends_the_node(code, answer):
 
 
 def test_the_helpers_of_the_task_are_in_the_repl():
-    question = tasks.load_tasks(ROOT / "tests" / "data" / "papers.jsonl")[0]
+    question = tasks.read(ROOT / "tests" / "data" / "papers.jsonl", "evidence")[0]
     root = run({(): block("FINAL([list_papers(context)[1], search(context['tides-3'], 'WIND', 0),"
                           "get_paper_abstract(context, 'tides-2'), extract_section('a(b)', '(', "
                           "')')])")}, question)
@@ -291,14 +292,15 @@ def test_the_helpers_of_the_task_are_in_the_repl():
         "Why one bay in Canada has the largest tides on record.", "(b)"]
 
 
-@pytest.mark.parametrize("children", [tasks.CHILD_SCRIPTS, {"exact": 1}])
+@pytest.mark.parametrize("children", [evidence_kind.CHILD_SCRIPTS, {"exact": 1}])
 def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
     """The warm-up's data: right strategies reach 1, and no script ends in an error."""
-    monkeypatch.setattr(tasks, "CHILD_SCRIPTS", children)
-    questions = [tasks.make_task("evidence", random.Random(i), papers=5) for i in range(16)]
+    monkeypatch.setattr(evidence_kind, "CHILD_SCRIPTS", children)
+    questions = [tasks.make("evidence", random.Random(i)) for i in range(16)]
 
     async def policy(node, max_tokens, key):
-        return Completion(tasks.demonstrate(questions[key[-3]], node, key[-3]))
+        rng = random.Random(f"{key[-3]} {node.path}")
+        return Completion(tasks.demonstrate(questions[key[-3]], node, rng))
 
     done = asyncio.run(collect(questions, policy, None, RLMConfig(style="brief", max_turns=2)))
     assert not any(n.errors for r in done for n in r.root.walk())
@@ -308,7 +310,7 @@ def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
     assert [r.task for r in done] == questions and no_repl_is_left()
 
 
-# --- budgets --------------------------------------------------------------------------------------
+# --- budgets -------------------------------------------------------------------------------
 
 
 def test_a_batch_larger_than_the_node_budget_gets_exactly_its_results_in_order():
@@ -422,7 +424,7 @@ def test_waiting_for_a_child_does_not_run_down_the_parents_clock():
     assert 0 < root.repl_seconds < 1.5  # what it waited is not in it
 
 
-# --- many trees -----------------------------------------------------------------------------------
+# --- many trees ----------------------------------------------------------------------------
 
 
 def evidence(i):
@@ -501,7 +503,7 @@ def test_if_every_tree_is_lost_the_last_error_is_raised():
 
 
 def test_a_repl_that_cannot_start_loses_the_tree(monkeypatch):
-    monkeypatch.setattr(tasks, "TOOLS", "1 / 0")
+    monkeypatch.setattr(tasks, "tools", lambda kind: "1 / 0")
     with pytest.raises(REPLError, match="did not start"):
         asyncio.run(collect([evidence(0)], Script({"*": "x"}), None, RLMConfig()))
 
@@ -537,7 +539,7 @@ def test_every_completion_has_a_key_of_its_own():
     assert len(set(policy.keys)) == len(policy.keys) == 3 * (2 + 1 + 2 + 2)
 
 
-# --- configuration and prompts --------------------------------------------------------------------
+# --- configuration and prompts -------------------------------------------------------------
 
 
 def test_a_configuration_survives_its_file(tmp_path):
@@ -586,7 +588,7 @@ def test_the_full_prompt_is_filled_in_and_names_every_builtin(kind, path):
         assert number in system
     assert ("a child with a REPL" in system) == (path == ())
     assert ("a model without a REPL that reads" in system) == (path != ())
-    assert (tasks.STRATEGY in system) == (kind == "evidence")
+    assert (evidence_kind.STRATEGY in system) == (kind == "evidence")
     assert parse(system) == ["print(type(context), len(context))\n"]
     assert user == "the {question}\ncontext: dict of 2 items, 3 characters in all"
 
@@ -599,7 +601,7 @@ def test_what_is_said_about_a_context_is_its_type_and_size():
     assert say({"a": "b"}, "brief") == "context: dict of 1" and say(7, "brief") == "context: int"
 
 
-# --- the command line -----------------------------------------------------------------------------
+# --- the command line ----------------------------------------------------------------------
 
 
 def command(*args, stdin=""):
