@@ -25,6 +25,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import tiktoken
@@ -216,6 +217,24 @@ class Tokenizer:
         """
         head = [] if closed else [self.end_of_turn]
         return head + self.encode("\n") + self._message("user", text) + self._reply
+
+    def encode_turns(self, turns: list) -> list:
+        """The turns of a conversation that was saved as text (tree.Turn), with the ids that a
+        rollout with this tokenizer would give them. The assistant's count as sampled."""
+        encoded, system, opened = [], "", False
+        for turn in turns:
+            ids, logprobs = [], None
+            if turn.role == "assistant":
+                ids = [*self.encode(turn.text), self.end_of_turn]
+                logprobs = (0.0,) * len(ids)
+            elif turn.role == "system":
+                system = turn.text  # its ids are kept with the user's turn
+            elif opened:
+                ids = self.observe(turn.text, closed=True)
+            else:
+                ids, opened = self.open(system, turn.text), True
+            encoded.append(replace(turn, ids=tuple(ids), logprobs=logprobs))
+        return encoded
 
     def _message(self, role: str, text: str) -> list[int]:
         # Encoded together: line breaks that open the text may merge with the one before.

@@ -155,6 +155,9 @@ class Trainer:
             warms_from = config.model or start.weights  # a warm-up's checkpoint is float32
             self.frozen = frozen_dtype(start.weights if in_grpo else warms_from)
             self.plan = make_plan(shape, self.rlm.window, self.frozen, config, world)
+            # Attention of a token to T others costs T times this share of its other work.
+            heads = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+            self.attention_cost = heads / self.plan.parameters[0]
             print(self.plan.table())
             problem = (self.plan.problem(warms_up, world.size)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
@@ -359,7 +362,7 @@ class Trainer:
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
-        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.plan.attention_cost,
+        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.attention_cost,
                                     self.world.rank, self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
