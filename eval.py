@@ -185,8 +185,8 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
 
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> tuple[Node, float | None]:
-    """The tree of a method for a task, and the share of the context that it showed the model.
-    The share is None for rlm, where the model itself chooses what to read."""
+    """The tree of a method for a task, and the share of the context that it showed the
+    model: None for rlm, where the model itself chooses what to read."""
     if method.startswith("rlm"):
         config = rlm_config(method, config)
         return await rlm.rollout(task, policy, tokenizer, config, key), None
@@ -331,8 +331,8 @@ def read_flags() -> argparse.Namespace:
         description="Score methods on questions.", allow_abbrev=False,
         epilog="The key of --api is read from OPENAI_API_KEY.")
     add = parser.add_argument_group("who answers").add_argument
-    add("--model", help="checkpoint directory; with another --policy only its tokenizer and "
-        "rlm.json are used (default: none)")
+    add("--model", help="checkpoint directory; with another --policy only its tokenizer "
+        "and rlm.json are used (default: none)")
     add("--policy", help="model, api, oracle (a script that knows how the questions are "
         "made) or keyword (one that looks for a word) (default: model, or api with --api)")
     add("--children", help="who answers below the root: the same names, or api:NAME for "
@@ -354,7 +354,8 @@ def read_flags() -> argparse.Namespace:
         "(default: the kind's usual length)")
     add("--times", type=int, default=1, help="without --lengths: so many times the usual "
         "length (default 1)")
-    add("--data", help="JSONL file of questions of the kind in --tasks (default: generated)")
+    add("--data", help="JSONL file of questions of the kind in --tasks (default: "
+        "generated)")
     add("--split", choices=("heldout", "train"), help="questions kept from training, or "
         "those of training, for --save and train.py --warmup (default: heldout; all of "
         "--data)")

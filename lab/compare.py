@@ -1,5 +1,5 @@
-"""The run behind `python eval.py`. Tasks, lengths and methods are crossed; each cell of this
-table is answered, and the results go to the terminal and to files.
+"""The run behind `python eval.py`. Tasks, lengths and methods are crossed. Each cell of
+this table is answered, and the results go to the terminal and to files.
 
 Everything is checked before anything is loaded, and loaded before anything is written. Left
 out: the flags, and how one question is answered and scored (eval.py).
@@ -64,7 +64,7 @@ class Comparison:
 
         self.score = tasks.reward
         if args.reward:
-            self.score = handed_in.load(args.reward, "score")
+            self.score = handed_in.load_reward(args.reward)
         kinds = [self.load_kind(spec) for spec in split(args.tasks)]
         self.questions = self.read_data(kinds) if args.data else None
         self.numbers = range(len(self.questions) if args.data else args.n or 128)
@@ -81,7 +81,7 @@ class Comparison:
                 self.policies[spec] = api.from_flags(args, spec[4:], self.account)
 
     def check(self) -> None:
-        """Raises ValueError for flags that are wrong on their own or do not fit together."""
+        """Raises ValueError for flags that are wrong alone or do not fit together."""
         a = self.args
         for name in ("n", "times", "window", "concurrency", "timeout", "budget_tokens",
                      "budget_dollars"):
@@ -91,7 +91,8 @@ class Comparison:
 
         for spec in self.speakers:
             if not re.fullmatch("model|api|oracle|keyword|api:.+", spec):
-                raise ValueError(f"no policy {spec!r}; there are model, api, oracle, keyword")
+                raise ValueError(
+                    f"no policy {spec!r}; there are model, api, oracle, keyword")
             if spec == "model" and not a.model:
                 raise ValueError("--model DIR is needed, or --api URL, or --policy oracle")
             if spec.startswith("api") and not (a.api and a.api_model):
@@ -102,9 +103,11 @@ class Comparison:
         if a.budget_dollars and not a.price:
             raise ValueError("--budget-dollars needs --price")
         if a.data and a.lengths:
-            raise ValueError("--lengths is for generated questions, not for those of --data")
+            raise ValueError(
+                "--lengths is for generated questions, not for those of --data")
         if a.data and "oracle" in self.speakers:
-            raise ValueError("the oracle knows how questions are generated; it has no --data")
+            raise ValueError(
+                "the oracle knows how questions are generated; it has no --data")
         if a.resume and not (a.json or a.html or a.save):
             raise ValueError(
                 "--resume needs the --json, --html or --save of the run to resume")
@@ -208,7 +211,7 @@ class Comparison:
             await self.account.drain()
 
     async def answer_cell(self, cell: tuple[str, int | None, str]) -> None:
-        """Answer the questions of a cell that have no answer yet, or whose tree was lost."""
+        """Answer the questions of a cell that have no answer or whose tree was lost."""
         a, (kind, length, method) = self.args, cell
         before = self.journal.records(cell, self.numbers)
         todo = [(i,) for i in self.numbers if i not in before or before[i]["failed"]]
@@ -299,8 +302,9 @@ def summary(cell: tuple[str, int | None, str], records: dict[int, dict]) -> dict
 
 def notes(row: dict, records: dict[int, dict]) -> list[str]:
     """What a reader of a row must know besides."""
-    where = f"{row['task']} {row['method']}" + (f" {row['length']:,}" if row["length"] else "")
-    lines = []
+    lines, where = [], f"{row['task']} {row['method']}"
+    if row["length"]:
+        where += f" {row['length']:,}"
     if row["seen"] is not None and row["seen"] < 0.9995:
         why = "time was up" if row["method"] == "compaction" else "the window was full"
         lines.append(f"{where}: saw {row['seen']:.1%} of the context, then {why}")

@@ -1,9 +1,9 @@
 """What a comparison has answered and paid for, kept on disk while it runs.
 
-The journal is a file of JSON lines: first the settings of the run, then each reply that was
-paid for and each answer, in the order in which they came. It is appended to and flushed line by
-line, so a killed process loses at most the line that it was writing. The context of a question
-is not kept: its seed makes it again. Left out: everything that asks (lab/compare.py).
+The journal is a file of JSON lines: first the settings of the run, then each reply that
+was paid for and each answer, in the order in which they came. Every line is flushed, so a
+killed process loses at most the one that it was writing. The context of a question is not
+kept: its seed makes it again. Left out: everything that asks (lab/compare.py).
 """
 import hashlib
 import json
@@ -19,9 +19,9 @@ from tree import Completion, Rollout, from_row, to_row
 class Journal:
     """The answers of a run; without a path they are kept in memory only.
 
-    `done`: (task, length, method, number of the question) -> (record, rollout). Replies that
-    were paid for go to `account.paid`. Raises ValueError, and changes nothing, for a file that
-    cannot be resumed, and for one with answers where `resume` was not asked for."""
+    `done`: (task, length, method, number of the question) -> (record, rollout). Replies
+    that were paid for go to `account.paid`. Raises ValueError, and leaves the file as it
+    is, if it cannot be resumed, or if it holds answers and `resume` is False."""
 
     def __init__(self, path: str, settings: dict, resume: bool, account: Account):
         self.path, self.account = path, account
@@ -31,8 +31,8 @@ class Journal:
             return
         size, lines = self.read_lines() if os.path.exists(path) else (0, [])
         if len(lines) > 1 and not resume:
-            raise ValueError(f"{path} holds {len(lines) - 1} lines of an earlier run: go on with "
-                             "--resume, or remove it")
+            raise ValueError(f"{path} holds {len(lines) - 1} lines of an earlier run: go "
+                             "on with --resume, or remove it")
         if lines and resume:
             self.restore(lines, settings)
             self.file = open(path, "r+b")
@@ -63,8 +63,9 @@ class Journal:
             before = lines[0]["settings"]
             for name in sorted(before.keys() | settings.keys()):
                 if before.get(name) != settings.get(name):
-                    raise ValueError(f"it was made with {name} {before.get(name)!r:.300}, this "
-                                     f"run has {settings.get(name)!r:.300}")
+                    raise ValueError(
+                        f"it was made with {name} {before.get(name)!r:.300}, this run has "
+                        f"{settings.get(name)!r:.300}")
             for row in lines[1:]:
                 if "paid" in row:
                     done = Completion(row["text"], stop=row["stop"], usage=row["usage"])
@@ -96,7 +97,7 @@ def digest(data: bytes) -> str:
 
 
 def digest_of_weights(model_dir: str) -> str:
-    """Of the first and the last mebibyte of each file of weights: all would take too long."""
+    """Of the first and the last mebibyte of each file of weights; more would take long."""
     parts = []
     for path in sorted(Path(model_dir).glob("*.safetensors")):
         with open(path, "rb") as file:

@@ -1,11 +1,11 @@
-"""The baselines that a recursive language model is compared with, all within the same window.
+"""The baselines to compare a recursive language model with, all within the same window.
 
     direct      the context in the prompt, cut to the window; the prompt says so
     compaction  read in parts that fill the window; notes are carried from one to the next
     retrieval   the passages that BM25 finds for the question, as many as the window holds
 
 Each returns the tree of its calls, like rlm.rollout, so that everything after it (scores,
-costs, the report) treats all methods alike. The answer of a baseline is a text. For evidence
+costs, the report) treats all methods alike. A baseline's answer is a text. For evidence
 its lines are taken as the sentences, since a text of several would be found nowhere.
 
 Left out: embeddings, rerankers, agents with other tools. Standard library and the text side
@@ -34,8 +34,8 @@ NOTES = ("You read a long text part by part and carry notes. Write the new notes
 
 async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> tuple[Node, float]:
-    """The root of a baseline's tree, and the share of the context's characters that it showed
-    the model."""
+    """The root of a baseline's tree, and the share of the context's characters that it
+    showed the model."""
     root, seen = await BASELINES[name](task, _Caller(policy, tokenizer, config, key))
     if task.kind == "evidence" and isinstance(root.answer, str):
         root.answer = sentences(root.answer)
@@ -145,8 +145,8 @@ def bm25(query: str, chunks: list[str], k1: float = 1.5, b: float = 0.75) -> lis
 
 
 def cut(text: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters that join to the text. A piece ends behind the last
-    line break, full stop or blank of its second half, where there is one."""
+    """Pieces of at most `size` characters that join to the text. A piece ends behind the
+    last line break, full stop or blank of its second half, where there is one."""
     pieces, start = [], 0
     while start < len(text):
         piece = text[start:start + size]
@@ -192,8 +192,8 @@ class _Caller:
         return len(self.tokenizer.open(system, user)) <= self.room
 
     def fit(self, system: str, prompt: Callable[[int], str], most: int) -> int:
-        """The largest n up to `most`, less a few per cent, for which prompt(n) fits. A prompt
-        must not become shorter as n grows."""
+        """The largest n up to `most`, less a few per cent, for which prompt(n) fits. The
+        prompt must not become shorter as n grows."""
         low, high = 0, 1  # low fits; high is doubled until it does not
         while high <= most and self.fits(system, prompt(high)):
             low, high = high, high * 2
@@ -209,7 +209,7 @@ class _Caller:
         return low
 
     async def __call__(self, node: Node, system: str, user: str) -> Node:
-        """Let an empty node say one thing. If the prompt is too long it ends as "window"."""
+        """Let an empty node say one thing. If the prompt is too long, it ends as window."""
         ids = self.tokenizer.open(system, user) if self.tokenizer else ()
         node.add(Turn("system", system))
         node.add(Turn("user", user, tuple(ids)))

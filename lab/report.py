@@ -3,10 +3,10 @@
 The tables and charts are plain HTML and SVG. A script shows the trees, each node when it is
 opened, so that thousands of nodes cost nothing until then. Nothing is fetched.
 
-What a model wrote is hostile. It reaches the page in two ways only: as text escaped for HTML,
-and inside the JSON of a <script type="application/json">, where every "<" is written \u003c,
-so that no </script> can end it. The script makes text nodes of it, never markup, and a content
-security policy lets no other script run.
+What a model wrote is hostile. It reaches the page in two ways only: as text escaped for
+HTML, and inside the JSON of a <script type="application/json">, where every "<" is written
+\\u003c, so that no </script> can end it. The script makes text nodes of it, never markup,
+and a content security policy lets no other script run.
 
 Left out: everything that computes scores (eval.py). Standard library and tree.py.
 """
@@ -90,27 +90,29 @@ def page(title: str, settings: dict, rows: list[dict],
 COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 7, 0), ("out", 6, 0), ("calls", 6, 1),
            ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1), ("dollars", 8, 4))
 HEAD = (f"{'task':10} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
-        f"{'95 % interval':14} " + " ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
+        f"{'95 % interval':14} "
+        + " ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
 
 
 def table_line(row: dict) -> str:
     """A row as a line under HEAD, for a terminal."""
     interval = f"[{row['low']:.3f}, {row['high']:.3f}]" if row["n"] else "-"
-    numbers = [f"{number(row[name], digits, '-'):>{width}}" for name, width, digits in COLUMNS]
-    return (f"{row['task']:10} {row['method']:10} {number(row['length'], 0, '-'):>9} "
-            f"{row['n']:4} {number(row['score'], 3, '-'):>5}  {interval:14} "
-            f"{' '.join(numbers)}")
+    line = (f"{row['task']:10} {row['method']:10} {number(row['length'], 0, '-'):>9} "
+            f"{row['n']:4} {number(row['score'], 3, '-'):>5}  {interval:14}")
+    for name, width, digits in COLUMNS:
+        line += f" {number(row[name], digits, '-'):>{width}}"
+    return line
 
 
 def score_table(rows: list[dict]) -> str:
     lines = []
     for r in rows:
-        low, high, interval = r["low"] or 0.0, r["high"] or 0.0, ""
-        if r["n"]:
-            interval = f"[{low:.3f}, {high:.3f}]"
+        low, high = r["low"] or 0.0, r["high"] or 0.0
+        interval = f"[{low:.3f}, {high:.3f}]" if r["n"] else ""
+        width = max(0.8, 100 * (high - low))
         bar = (f'<svg class=bar viewBox="0 0 100 12" preserveAspectRatio=none '
                f'aria-hidden=true><rect width=100 height=12 class=back />'
-               f'<rect x={100 * low:.1f} y=3 height=6 width={max(0.8, 100 * (high - low)):.1f} '
+               f'<rect x={100 * low:.1f} y=3 height=6 width={width:.1f} '
                f'class="{colour(r["method"])}"/></svg>')
         lines.append([r["task"], r["method"], number(r["length"]), number(r["n"]),
                       number(r["score"], 3), (interval, bar), number(r["unanswered"]),
@@ -120,10 +122,10 @@ def score_table(rows: list[dict]) -> str:
             *(name for name, _, _ in COLUMNS)]
     return html_table(head, lines) + (
         "<p class=muted>Length in tokens; 95 % bootstrap interval of the mean score; "
-        "unanswered: trees that ended without an answer; seen: share of the context that was "
-        "shown; failed: lost by the machine or the server and not scored; then tokens, calls "
-        "and depth per question, seconds from start to answer, and dollars per question where "
-        "the price is known.</p>")
+        "unanswered: trees that ended without an answer; seen: share of the context that "
+        "was shown; failed: lost by the machine or the server and not scored; then tokens, "
+        "calls and depth per question, seconds from start to answer, and dollars per "
+        "question where the price is known.</p>")
 
 
 def difference_table(differences: Sequence[dict]) -> str:
@@ -183,7 +185,8 @@ def length_chart(task: str, rows: list[dict]) -> str:
         return 250 - 236 * score
 
     parts, legend = axes(40, 460, y, (0, 0.25, 0.5, 0.75, 1)), []
-    parts += [f'<text x={x(v):.0f} y=270 text-anchor=middle>{short(v)}</text>' for v in lengths]
+    for v in lengths:
+        parts.append(f'<text x={x(v):.0f} y=270 text-anchor=middle>{short(v)}</text>')
     parts.append('<text x=250 y=290 text-anchor=middle>tokens of context</text>')
     for i, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
         style, points = colour(method), []
@@ -194,9 +197,10 @@ def length_chart(task: str, rows: list[dict]) -> str:
             said = (f"{escape(method)}, {r['length']:,} tokens: {r['score']:.3f} "
                     f"[{r['low']:.3f}, {r['high']:.3f}]")
             points.append(f"{at:.1f},{middle}")
-            parts.append(f'<line x1={at:.1f} x2={at:.1f} y1={low} y2={high} class="{style}"/>'
-                         f'<circle cx={at:.1f} cy={middle} r=4 class="{style}">'
-                         f'<title>{said}</title></circle>')
+            parts.append(
+                f'<line x1={at:.1f} x2={at:.1f} y1={low} y2={high} class="{style}"/>'
+                f'<circle cx={at:.1f} cy={middle} r=4 class="{style}">'
+                f'<title>{said}</title></circle>')
         parts.append(f'<polyline points="{" ".join(points)}" class="{style}"/>')
         legend.append(f'<li><i class="{style}"></i>{escape(method)}</li>')
     name = f"score against length, {escape(task)}"
@@ -223,7 +227,8 @@ def curve(label: str, points: list[tuple[float, float]]) -> str:
 
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
     parts = axes(76, 460, y, (low, (low + high) / 2, high))
-    parts += [f'<text x={x(v):.0f} y=200 text-anchor=middle>{v}</text>' for v in (first, last)]
+    for v in (first, last):
+        parts.append(f'<text x={x(v):.0f} y=200 text-anchor=middle>{v}</text>')
     parts.append(f'<polyline points="{line}" class=c0 />')
     return (f'<figure><figcaption>{escape(label)}</figcaption><svg viewBox="0 0 480 210" '
             f'role=img aria-label="{escape(label)}">{"".join(parts)}</svg></figure>')
@@ -306,51 +311,62 @@ def pack(trees: Sequence[tuple[str, Rollout]], tokenizer=None,
             "pieces": pieces}
 
 
-TREES = """<h2>Trees</h2><div class=browser><nav><label>Show <select id=filter></select></label>
+TREES = """<h2>Trees</h2><div class=browser><nav>
+<label>Show <select id=filter></select></label>
 <label>sorted by <select id=order><option>as run<option>lowest reward<option>highest reward
-<option>most nodes</select></label><div id=list></div></nav><section id=tree></section></div>"""
+<option>most nodes</select></label><div id=list></div></nav>
+<section id=tree></section></div>"""
 
 STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1b1d22;--muted:#666c78;--line:#dfe2e8;--soft:#f4f5f8;
---c0:#1f6fd0;--c1:#c8541b;--c2:#1a8a5f;--c3:#8250c4;--c4:#b8860b;--c5:#c2306b;--bad:#b3261e;
---heat:224,112,32}
-@media(prefers-color-scheme:dark){:root{--bg:#14161a;--fg:#e4e6eb;--muted:#9aa1ae;--line:#30343c;
---soft:#1d2026;--c0:#5aa2f5;--c1:#f08a4f;--c2:#45c493;--c3:#b48bf0;--c4:#e0b23c;--c5:#f06a9d;
---bad:#ff8a80;--heat:240,140,60}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
-font:15px/1.5 system-ui,sans-serif}main{max-width:1200px;margin:0 auto;padding:16px}
-h1{font-size:1.5rem;margin:.3em 0}h2{font-size:1.15rem;margin:1.6em 0 .5em}
-.muted{color:var(--muted);font-size:.87rem;overflow-wrap:anywhere}.scroll{overflow-x:auto}
+:root{color-scheme:light dark;--bg:#fff;--fg:#1b1d22;--muted:#666c78;--line:#dfe2e8;
+--soft:#f4f5f8;--c0:#1f6fd0;--c1:#c8541b;--c2:#1a8a5f;--c3:#8250c4;--c4:#b8860b;
+--c5:#c2306b;--bad:#b3261e;--heat:224,112,32}
+@media(prefers-color-scheme:dark){:root{--bg:#14161a;--fg:#e4e6eb;--muted:#9aa1ae;
+--line:#30343c;--soft:#1d2026;--c0:#5aa2f5;--c1:#f08a4f;--c2:#45c493;--c3:#b48bf0;
+--c4:#e0b23c;--c5:#f06a9d;--bad:#ff8a80;--heat:240,140,60}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
+main{max-width:1200px;margin:0 auto;padding:16px}
+h1{font-size:1.5rem;margin:.3em 0}h2{font-size:1.15rem;margin:1.6em 0 .5em}h3{margin:0}
+.muted{color:var(--muted);font-size:.87rem;overflow-wrap:anywhere}.bad{color:var(--bad)}
+
+.scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
-th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{color:var(--muted);font-weight:500}th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
+th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);
+white-space:nowrap}th{color:var(--muted);font-weight:500}
+th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
 .bar{display:block;width:110px;height:9px;margin-left:auto}.back{fill:var(--soft)}
+
 .charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0;flex:1 1 300px;max-width:520px}
 figcaption{font-weight:600;font-size:.9rem}svg text{fill:var(--muted);font-size:14px}
-svg:not(.bar){width:100%;height:auto}.grid{stroke:var(--line)}polyline{fill:none;stroke-width:2.5}
+svg:not(.bar){width:100%;height:auto}.grid{stroke:var(--line)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:4px 0;
-font-size:.87rem}.legend i{display:inline-block;width:18px;border-top:3px solid;margin:0 6px 4px 0}
-.bare{stroke-dasharray:5 4}i.bare{border-top-style:dashed}
+font-size:.87rem}.bare{stroke-dasharray:5 4}i.bare{border-top-style:dashed}
+.legend i{display:inline-block;width:18px;border-top:3px solid;margin:0 6px 4px 0}
 .c0{stroke:var(--c0);fill:var(--c0);color:var(--c0)}
 .c1{stroke:var(--c1);fill:var(--c1);color:var(--c1)}
 .c2{stroke:var(--c2);fill:var(--c2);color:var(--c2)}
 .c3{stroke:var(--c3);fill:var(--c3);color:var(--c3)}
 .c4{stroke:var(--c4);fill:var(--c4);color:var(--c4)}
-.c5{stroke:var(--c5);fill:var(--c5);color:var(--c5)}polyline[class]{fill:none}rect{stroke:none}
-.browser{display:grid;grid-template-columns:280px 1fr;gap:16px}.browser>*{min-width:0}h3{margin:0}
+.c5{stroke:var(--c5);fill:var(--c5);color:var(--c5)}
+polyline[class]{fill:none;stroke-width:2.5}rect{stroke:none}
+
+.browser{display:grid;grid-template-columns:280px 1fr;gap:16px}.browser>*{min-width:0}
 label{display:block;font-size:.87rem;color:var(--muted);margin-bottom:6px}
-select,button{font:inherit;color:inherit;background:var(--soft);border:1px solid var(--line);
-border-radius:6px;padding:4px 8px;max-width:100%}button{cursor:pointer}
-#list{max-height:70vh;overflow:auto}#list button{display:block;width:100%;text-align:left;
-margin-bottom:4px;overflow-wrap:anywhere}#list button[aria-current=true]{border-color:var(--c0);
-box-shadow:inset 3px 0 var(--c0)}details{border-left:2px solid var(--line);padding-left:10px;
-margin:4px 0}summary{cursor:pointer;padding:3px 0;overflow-wrap:anywhere}
+select,button{font:inherit;color:inherit;background:var(--soft);border-radius:6px;
+border:1px solid var(--line);padding:4px 8px;max-width:100%}button{cursor:pointer}
+#list{max-height:70vh;overflow:auto}
+#list button{display:block;width:100%;text-align:left;margin-bottom:4px;
+overflow-wrap:anywhere}
+#list button[aria-current=true]{border-color:var(--c0);box-shadow:inset 3px 0 var(--c0)}
+details{border-left:2px solid var(--line);padding-left:10px;margin:4px 0}
+summary{cursor:pointer;padding:3px 0;overflow-wrap:anywhere}
 .turn{margin:8px 0;border:1px solid var(--line);border-radius:6px;overflow:hidden}
-.turn>b{display:block;padding:2px 8px;font-size:.78rem;font-weight:500;background:var(--soft);
-color:var(--muted)}.turn.assistant{border-color:var(--c0)}
-.turn p{margin:0;padding:6px 8px 0}
+.turn>b{display:block;padding:2px 8px;font-size:.78rem;font-weight:500;
+background:var(--soft);color:var(--muted)}
+.turn.assistant{border-color:var(--c0)}.turn p{margin:0;padding:6px 8px 0}
 pre{margin:0;padding:8px;font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;
-overflow-wrap:anywhere;max-height:420px;overflow:auto}.bad{color:var(--bad)}
+overflow-wrap:anywhere;max-height:420px;overflow:auto}
 .tokens span{border-radius:2px;cursor:pointer}.tokens .off{color:var(--muted)}
 .tokens .on{box-shadow:inset 0 -1px var(--fg)}
 @media(max-width:700px){.browser{grid-template-columns:1fr}#list{max-height:200px}
@@ -359,48 +375,64 @@ details{padding-left:6px}main{padding:12px}th,td{padding:4px 7px}}
 
 SCRIPT = """'use strict';
 const data = JSON.parse(document.getElementById('data').textContent);
-const $ = id => document.getElementById(id), MORE = 200;
+const $ = id => document.getElementById(id);
+const MORE = 200;  // elements that are made at once, so that thousands stay quick
+
 function el(tag, text, kind) {  // text only ever becomes a text node
   const e = document.createElement(tag);
   if (text !== undefined) e.textContent = text;
   if (kind) e.className = kind;
   return e;
 }
-function paged(box, items, make) {  // MORE at a time, so that thousands stay quick
+
+function paged(box, items, make) {
   let at = 0;
   const more = el('button');
   more.onclick = () => {
     more.remove();
-    for (const end = Math.min(items.length, at + MORE); at < end; at++) box.append(make(items[at]));
-    if (at < items.length) { more.textContent = (items.length - at) + ' more'; box.append(more); }
+    const end = Math.min(items.length, at + MORE);
+    for (; at < end; at++) box.append(make(items[at]));
+    if (at === items.length) return;
+    more.textContent = (items.length - at) + ' more';
+    box.append(more);
   };
   more.onclick();
 }
+
 function tokens(turn, hasGap) {
   const box = el('div'), pre = el('pre', undefined, 'tokens');
-  const info = el('p', 'Tap a token. Underlined: sampled (mask 1); the warmer, the less likely.',
-                  'muted');
+  let about = 'Tap a token. Underlined: sampled (mask 1); the warmer, the less likely.';
+  if (turn.s && hasGap) {
+    const largest = Math.max(0, ...turn.g.map(Math.abs));
+    about += ` Largest |gap| of log-probabilities: ${largest.toExponential(1)}.`;
+  }
+  const info = el('p', about, 'muted');
   turn.i.forEach((id, k) => {
     const span = el('span', data.pieces[id], turn.s ? 'on' : 'off');
-    if (turn.s) span.style.background =
-      `rgba(var(--heat),${Math.min(0.85, -turn.l[k] / 4).toFixed(2)})`;
-    span.onclick = () => { info.textContent = JSON.stringify(data.pieces[id]) + '  id ' + id +
-      (turn.s ? `  mask 1  log-probability ${turn.l[k]}` +
-        (hasGap ? `  gap ${turn.g[k]}` : '') : '  mask 0'); };
+    let facts = JSON.stringify(data.pieces[id]) + '  id ' + id;
+    if (turn.s) {
+      const heat = Math.min(0.85, -turn.l[k] / 4).toFixed(2);
+      span.style.background = `rgba(var(--heat),${heat})`;
+      facts += `  mask 1  log-probability ${turn.l[k]}`;
+      if (hasGap) facts += `  gap ${turn.g[k]}`;
+    } else {
+      facts += '  mask 0';
+    }
+    span.onclick = () => { info.textContent = facts; };
     pre.append(span);
   });
-  if (turn.s && hasGap) info.textContent += ' Largest |gap| of log-probabilities: ' +
-    Math.max(0, ...turn.g.map(Math.abs)).toExponential(1) + '.';
   box.append(info, pre);
   return box;
 }
-function shown(turn, hasGap) {
+
+function message(turn, hasGap) {
   const box = el('div', undefined, 'turn ' + turn.r), head = el('b', turn.r + ' ');
   let body = el('pre', data.texts[turn.x]);
   if (turn.i) {
     const flip = el('button', turn.i.length + ' tokens');
     flip.onclick = () => {
-      const next = body.tagName === 'PRE' ? tokens(turn, hasGap) : el('pre', data.texts[turn.x]);
+      const isText = body.tagName === 'PRE';
+      const next = isText ? tokens(turn, hasGap) : el('pre', data.texts[turn.x]);
       body.replaceWith(next);
       body = next;
     };
@@ -409,60 +441,70 @@ function shown(turn, hasGap) {
   box.append(head, body);
   return box;
 }
+
 function block(name, text) {
   const box = el('div', undefined, 'turn');
   box.append(el('b', name), el('pre', text));
   return box;
 }
+
 function branch(tree, i, open) {
   const node = tree.nodes[i], box = el('details');
   const said = node.t.filter(t => t.r === 'assistant').length;
   const answer = data.texts[node.a].replace(/\\s+/g, ' ').slice(0, 80);
-  box.append(el('summary', `${node.p ? node.k + ' ' + node.p : 'root'} · ${node.e}` +
-    ` · ${said} messages · ${node.c.length} children` +
-    (node.err ? ` · ${node.err} errors` : '') + ` → ${answer}`,
-    node.err || !['final', 'text'].includes(node.e) ? 'bad' : ''));
+  const isBad = node.err || !['final', 'text'].includes(node.e);
+  const name = node.p ? node.k + ' ' + node.p : 'root';
+  const errors = node.err ? ` · ${node.err} errors` : '';
+  box.append(el('summary', `${name} · ${node.e} · ${said} messages · ` +
+    `${node.c.length} children${errors} → ${answer}`, isBad ? 'bad' : ''));
   const fill = () => {
     if (box.childElementCount > 1) return;
     const facts = [`REPL ${node.sec} s`];
-    if (tree.adv !== null) facts.push((i ? 'inherited advantage ' : 'advantage ') +
-                                      tree.adv.toFixed(3));
+    if (tree.adv !== null)
+      facts.push((i ? 'inherited advantage ' : 'advantage ') + tree.adv.toFixed(3));
     box.append(el('p', facts.join(' · '), 'muted'));
-    for (const turn of node.t) box.append(shown(turn, node.g));
+    for (const turn of node.t) box.append(message(turn, node.g));
     box.append(block('answer', data.texts[node.a]));
     const below = el('div');
     box.append(below);
     if (node.c.length) paged(below, node.c, child => branch(tree, child, false));
   };
   box.ontoggle = () => { if (box.open) fill(); };
-  if (open) { box.open = true; fill(); }
+  if (open) {
+    box.open = true;
+    fill();
+  }
   return box;
 }
+
 function show(tree, button) {
   for (const other of $('list').querySelectorAll('[aria-current]'))
     other.removeAttribute('aria-current');
   button.setAttribute('aria-current', 'true');
-  const head = el('p', tree.failed ? 'failed: ' + tree.failed :
-    `reward ${tree.reward.toFixed(3)}` +
-    (tree.adv === null ? '' : ` · advantage ${tree.adv.toFixed(3)}, inherited by every node`));
-  $('tree').replaceChildren(el('h3', tree.name), head, block('question', tree.query),
-    block('gold answer', data.texts[tree.gold]), branch(tree, 0, true));
+  let head = tree.failed ? 'failed: ' + tree.failed : 'reward ' + tree.reward.toFixed(3);
+  if (!tree.failed && tree.adv !== null)
+    head += ` · advantage ${tree.adv.toFixed(3)}, inherited by every node`;
+  $('tree').replaceChildren(el('h3', tree.name), el('p', head),
+    block('question', tree.query), block('gold answer', data.texts[tree.gold]),
+    branch(tree, 0, true));
 }
+
 function list() {
   const kind = $('filter').value, order = $('order').selectedIndex;
-  const trees = data.trees.filter(t => kind === 'all' || t.name.startsWith(kind + ' #'));
+  const trees = data.trees.filter(t => kind === 'all' || t.name.split(' #')[0] === kind);
   const key = [() => 0, t => t.reward, t => -t.reward, t => -t.nodes.length][order];
   trees.sort((a, b) => key(a) - key(b));
   $('list').replaceChildren();
   paged($('list'), trees, tree => {
     const score = tree.failed ? 'failed' : tree.reward.toFixed(2);
-    const b = el('button', `${tree.name} · ${score} · ${tree.nodes.length} nodes`);
-    b.onclick = () => show(tree, b);
-    return b;
+    const button = el('button', `${tree.name} · ${score} · ${tree.nodes.length} nodes`);
+    button.onclick = () => show(tree, button);
+    return button;
   });
-  if (data.left_out) $('list').append(el('p', data.left_out + ' trees are not on this page',
-                                         'muted'));
+  if (data.left_out)
+    $('list').append(el('p', data.left_out + ' trees are not on this page', 'muted'));
 }
+
 if (data.trees.length) {
   for (const kind of ['all', ...new Set(data.trees.map(t => t.name.split(' #')[0]))])
     $('filter').append(el('option', kind));
