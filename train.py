@@ -464,13 +464,13 @@ class Trainer:
         """OUT/report.html: the scores, the curves, the trees of the last step with their
         advantages, and held-out trees with their gaps between trainer and sampler."""
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        labels = [f"question {tree.group}" for tree in last]
-        labels += [f"held out {i}" for i in range(len(final))]
-        advantages = grpo.advantages(last, self.config) + [None] * len(final)
+        trees = [(f"question {tree.group}", tree) for tree in last]
+        trees += [(f"held out {i}", tree) for i, tree in enumerate(final)]
+        advantages = grpo.advantages(last, self.config)
         evaluation.write_report(
-            self.run.path("report.html"), "Training run", asdict(self.config), rows,
-            metrics=self.run.metrics(), rollouts=last + final, labels=labels,
-            tokenizer=self.tokenizer, advantages=advantages,
+            self.run.path("report.html"), "Training run", asdict(self.config), rows, trees=trees,
+            tokenizer=self.tokenizer, metrics=self.run.metrics(),
+            advantages={tree.root: a for tree, a in zip(last, advantages)},
             gaps=evaluation.gaps(self.model, final))
 
 
