@@ -1,15 +1,28 @@
 """What keeps a REPL's code from the machine: limits, namespaces, a file system, a user id.
 
-repl.py's server uses this file: once, when it starts, it chooses the best sandbox that works here,
-and then for every worker that it forks. Everything goes through libc, so that a start costs less
-than a millisecond more than a bare fork. Left out: control groups and system-call filters. Linux
-only; standard library only.
+When it starts, the REPL server chooses the best sandbox that works here. It leaves the
+network, and the file system for one that holds only the system's programs and this Python.
+Each worker gets a process namespace and a small writable directory of its own, and if the
+server is root's, a user id of its own. Root needs CAP_SYS_ADMIN for that, others need user
+namespaces.
+
+Where the kernel refuses, or with `sandbox="off"`, a block can use the network, read what
+the user can read (root's workers still take another id), signal the user's processes and
+fill the disk. If the server is not root's, it can also fork without end.
+
+This protects from accidents and from a policy that explores, not from an attacker. There is
+one kernel for all, system calls are not filtered, REPLs can find each other through
+abstract sockets, and memory and processor time are limited per process: all processes of
+one REPL together may use more.
+
+Everything goes through libc, so that a start costs less than a millisecond more than a bare
+fork. Linux only, standard library only. Left out: control groups and system-call filters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import resource
 import signal
@@ -17,73 +30,89 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-DESCRIPTORS = 4096  # the server holds two a REPL
-LIBC = ctypes.CDLL(None, use_errno=True)
-NEW_FS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (  # CLONE_NEW*
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
-NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18  # MS_*
-PDEATHSIG, DUMPABLE, KEEPCAPS, SET_NAME = 1, 4, 8, 15  # PR_*
-SUBREAPER, NO_NEW_PRIVS, AMBIENT = 36, 38, 47  # PR_*
+DESCRIPTORS = 4096  # of the server, which holds two per REPL
+
+# CLONE_NEW*, MS_* and PR_* of the kernel's headers
+NEW_FS, NEW_UTS, NEW_IPC = 0x20000, 0x4000000, 0x8000000
+NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
+NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
+PDEATHSIG, DUMPABLE, KEEPCAPS, SET_NAME = 1, 4, 8, 15
+SUBREAPER, NO_NEW_PRIVS, AMBIENT = 36, 38, 47
 READ_SEARCH = 2  # CAP_DAC_READ_SEARCH
+
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
-USER = 2_000_000_000  # the first of the user ids that workers of root take; nobody else has them
+USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one REPL may use. Crossing one never raises in the trainer: the `Result` says so."""
+    """What one REPL may use. Crossing one never raises in the client: see `Result`."""
 
-    seconds: float = 60.0  # wall clock a block, paused while it waits for a query's answer
-    cpu_seconds: int = 600  # processor time of one process, all blocks together (RLIMIT_CPU)
-    output_chars: int = 8000  # stdout and stderr of a block that are kept; also of its traceback
+    seconds: float = 60.0  # wall clock per block, paused while it waits for an answer
+    cpu_seconds: int = 600  # processor time of one process, in all its blocks (RLIMIT_CPU)
+    output_chars: int = 8000  # kept of a block's output; also of its traceback
     memory_mb: int = 4096  # address space of one process (RLIMIT_AS)
     file_mb: int = 64  # its largest file (RLIMIT_FSIZE)
     disk_mb: int = 256  # all files together (in memory; only with namespaces)
     open_files: int = 256  # descriptors of one process (RLIMIT_NOFILE)
-    processes: int = 128  # processes and threads (RLIMIT_NPROC; only root or with namespaces)
+    processes: int = 128  # and threads (RLIMIT_NPROC; only as root or with namespaces)
     frame_mb: int = 256  # the largest frame, either way: a context, a query, its answers
-    answer_chars: int = 1_000_000  # the largest final answer, as JSON; above it FINAL(...) raises
-    queries: int = 1000  # prompts a block may ask; a call that crosses it returns error strings
-    sandbox: str = "auto"  # require: no REPL without namespaces; auto: say so once; off: none
+    answer_chars: int = 1_000_000  # the largest answer, as JSON; above it FINAL(...) raises
+    queries: int = 1000  # prompts per block; a call that crosses it gets error strings
+    # require: no REPL without namespaces; auto: without them, say so once; off: none
+    sandbox: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.sandbox not in ("require", "auto", "off"):
+            raise ValueError(f"sandbox is {self.sandbox!r}, not require, auto or off")
+
+
+@functools.cache
+def libc() -> Any:
+    import ctypes  # here, as clients of the REPL do without it
+
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *args: Any) -> None:
     """A function of libc. Raises OSError."""
-    if getattr(LIBC, name)(*args) < 0:
+    if getattr(libc(), name)(*args) < 0:
+        import ctypes
+
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
-    call("mount", source.encode(), target.encode(), kind.encode(), flags, options.encode())
+    where = source.encode(), target.encode()
+    call("mount", *where, kind.encode(), flags, options.encode())
 
 
 @dataclass
 class Sandbox:
-    """What keeps the code from the machine, in the order in which it is put up.
-
-    `mapped`: through a user namespace, as anyone may, but with one user id for all. `user`: the
-    first of the ids that workers take; 0 if they keep the server's.
-    """
+    """One way to keep the code from the machine. The methods are in the order of use."""
 
     namespaces: bool
-    mapped: bool = False
-    user: int = 0
+    mapped: bool = False  # through a user namespace, with one user id for all workers
+    user: int = 0  # the first of the ids that workers take; 0: they keep the server's
 
     def enter(self) -> None:
-        """In the server's process, first. With a user namespace the server goes on in a child: it
-        can only return (`fork`) to a process namespace that this user namespace owns."""
+        """In the server's process, first.
+
+        With a user namespace the server goes on in a child: after `fork` it can only return
+        to a process namespace that this user namespace owns.
+        """
         if not self.mapped:
-            call("prctl", SUBREAPER, 1, 0, 0, 0)  # what leaves a worker's session comes to us
+            call("prctl", SUBREAPER, 1, 0, 0, 0)  # orphans of workers become our children
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
-                           ("gid_map", f"{gid} {gid} 1")):
-            Path(f"/proc/self/{name}").write_text(text)
+        maps = {"uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        for name, text in {"setgroups": "deny", **maps}.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
         if child := os.fork():
             os.closerange(3, DESCRIPTORS)
             os.waitpid(child, 0)
@@ -91,8 +120,11 @@ class Sandbox:
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def build(self, base: str, hidden: list[str]) -> None:
-        """In the server: a root of its own, in which workers see `/jail`. Only what is listed here
-        is in there; `hidden` are directories to cover should they lie below one of those."""
+        """In the server: change to a root of its own. Workers will see its `/jail`.
+
+        Only what is listed here is in there. `hidden` are directories to cover if they lie
+        below one of those.
+        """
         if not self.namespaces:
             os.chmod(base, 0o711)
             return
@@ -102,42 +134,36 @@ class Sandbox:
         mount("", "/", "", REC | PRIVATE)
         mount("tmpfs", base, "tmpfs", 0, "mode=755,size=4m")
         os.umask(0o022)
+
         jail = f"{base}/jail"
         for path in ("/dev", "/proc", "/repl"):
             os.makedirs(jail + path)
         for name in ("null", "zero", "full", "random", "urandom"):
             os.close(os.open(f"{jail}/dev/{name}", os.O_CREAT))
             mount(f"/dev/{name}", f"{jail}/dev/{name}", "", BIND)
-        python = {p for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)
-                  for p in (prefix, os.path.realpath(prefix))}
-        self.show(jail, {*SYSTEM, *python})
+
+        prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+        python = prefixes | {os.path.realpath(prefix) for prefix in prefixes}
+        show(jail, {*SYSTEM, *python})
         for path in {*hidden} - {*SYSTEM, *python, "/"}:
-            if os.path.isdir(jail + path) and os.stat(jail + path).st_dev != os.stat(jail).st_dev:
+            shown = os.path.isdir(jail + path)
+            if shown and os.stat(jail + path).st_dev != os.stat(jail).st_dev:
                 mount("tmpfs", jail + path, "tmpfs", 0, "mode=755,size=4m")
-        self.show(jail, python)
+        show(jail, python)  # again: it may lie below what was covered
         for path in ("/tmp", "/var/tmp", "/dev/shm"):
             if not os.path.lexists(jail + path):
                 os.makedirs(os.path.dirname(jail + path), exist_ok=True)
                 os.symlink("/repl", jail + path)
+
+        # The kernel lets workers mount /proc only if one is in sight here.
         os.mkdir(f"{base}/proc")
-        mount("proc", f"{base}/proc", "proc")  # in sight, or the kernel refuses it to the workers
-        attributes = struct.pack("4Q", 1 | 2, 0, 0, 0)  # read-only, nosuid
-        call("syscall", 442, -100, base.encode(), 0x8000, attributes, 32)  # mount_setattr
+        mount("proc", f"{base}/proc", "proc")
+        read_only = struct.pack("4Q", 1 | 2, 0, 0, 0)  # and nosuid
+        call("syscall", 442, -100, base.encode(), 0x8000, read_only, 32)  # mount_setattr
         os.chdir(base)
         call("pivot_root", b".", b".")
         call("umount2", b".", 2)  # MNT_DETACH: the old root, now on top of the new one
         os.chdir("/")
-
-    @staticmethod
-    def show(jail: str, paths: set[str]) -> None:
-        for path in sorted(paths):  # parents first
-            if os.path.islink(path):
-                os.makedirs(os.path.dirname(jail + path), exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    os.symlink(os.readlink(path), jail + path)
-            elif os.path.isdir(path) and not os.path.isdir(jail + path):
-                os.makedirs(jail + path)
-                mount(path, jail + path, "", BIND | REC)
 
     def fork(self) -> int:
         """In the server: a worker, the first process of a namespace that dies with it."""
@@ -153,43 +179,63 @@ class Sandbox:
         return pid
 
     def confine(self, number: int, limits: Limits, directory: str, keep: int) -> None:
-        """In the worker, with no descriptor but the standard ones and `keep`."""
+        """In the worker. Of its descriptors it keeps the standard ones and `keep`."""
         os.setsid()  # a group of its own, killed as one
         os.closerange(3, keep)
         os.closerange(keep + 1, DESCRIPTORS)
-        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 was the trainer's
-        user = self.user and self.user + number
+        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 was the client's
+        user = self.user + number if self.user else 0
         if self.namespaces:
-            call("unshare", NEW_FS | NEW_IPC)
-            owner = f",uid={user},gid={user}" if user else ""
-            mount("tmpfs", "/jail/repl", "tmpfs", NOSUID | NODEV,
-                  f"mode=700,size={limits.disk_mb}m,nr_inodes={limits.disk_mb << 8}{owner}")
-            mount("proc", "/jail/proc", "proc", NOSUID | NODEV)
-            if self.mapped:
-                call("unshare", NEW_USER)  # processes are counted for each of these
-            os.chroot("/jail")  # and who is in there may not start a user namespace
+            self.change_root(user, limits)
             directory = "/repl"
         if user:
             call("prctl", KEEPCAPS, 1, 0, 0, 0)
             os.setgroups([])
             os.setgid(user)
             os.setuid(user)
-        # Outside of the jail Python may lie where only root reads: that right is kept, if had.
-        for rights in ([1 << READ_SEARCH] if user and not self.namespaces else []) + [0]:
-            data = struct.pack("6I", rights, rights, rights, 0, 0, 0)
-            if not LIBC.capset(struct.pack("Ii", 0x20080522, 0), data):
-                break
-        if rights:
-            call("prctl", AMBIENT, 2, READ_SEARCH, 0, 0)  # for the programs that it starts
+        # Outside of the jail Python may lie where only root reads: that right is kept.
+        self.drop_rights(READ_SEARCH if user and not self.namespaces else None)
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc/self is closed to it
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         call("prctl", SUBREAPER, 1, 0, 0, 0)  # its orphans stay its own
         os.chdir(directory)
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
-        most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20, "CORE": 0,
-                "CPU": limits.cpu_seconds, "NOFILE": limits.open_files, "MSGQUEUE": 0}
-        if user or self.mapped:  # else it would count all processes of the user
+        self.limit(limits, count_processes=bool(user) or self.mapped)
+
+    def change_root(self, user: int, limits: Limits) -> None:
+        call("unshare", NEW_FS | NEW_IPC)
+        options = f"mode=700,size={limits.disk_mb}m,nr_inodes={limits.disk_mb << 8}"
+        if user:
+            options += f",uid={user},gid={user}"
+        mount("tmpfs", "/jail/repl", "tmpfs", NOSUID | NODEV, options)
+        mount("proc", "/jail/proc", "proc", NOSUID | NODEV)
+        if self.mapped:
+            call("unshare", NEW_USER)  # the kernel counts processes for each of these
+        os.chroot("/jail")  # from in here no user namespace can be started
+
+    @staticmethod
+    def drop_rights(kept: int | None) -> None:
+        """Give up all capabilities but `kept`; that one too if the server never had it."""
+        rights = 0 if kept is None else 1 << kept
+        version = struct.pack("Ii", 0x20080522, 0)
+        refused = libc().capset(version, struct.pack("6I", rights, rights, rights, 0, 0, 0))
+        if rights and refused:
+            libc().capset(version, bytes(24))
+        elif rights:
+            call("prctl", AMBIENT, 2, kept, 0, 0)  # for the programs that it starts
+
+    @staticmethod
+    def limit(limits: Limits, count_processes: bool) -> None:
+        most = {
+            "AS": limits.memory_mb << 20,
+            "FSIZE": limits.file_mb << 20,
+            "CPU": limits.cpu_seconds,
+            "NOFILE": limits.open_files,
+            "CORE": 0,
+            "MSGQUEUE": 0,
+        }
+        if count_processes:  # else it would count all processes of the user
             most["NPROC"] = limits.processes
         for name, value in most.items():
             kind = getattr(resource, f"RLIMIT_{name}")
@@ -197,7 +243,7 @@ class Sandbox:
             resource.setrlimit(kind, (value, value))
 
     def fails(self, base: str, hidden: list[str]) -> str:
-        """Try all of it in children. Returns what went wrong, or nothing."""
+        """Try all of it in children. Returns what went wrong, or ""."""
         ours, theirs = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -215,22 +261,42 @@ class Sandbox:
                 os._exit(0)
         os.close(theirs)
         with open(ours) as file:
-            said = file.read()
+            report = file.read()
         os.waitpid(pid, 0)
-        return "" if said == "well" else said or "it was killed"
+        return "" if report == "well" else report or "it was killed"
+
+
+def show(jail: str, paths: set[str]) -> None:
+    """Make these links and directories visible in the jail."""
+    for path in sorted(paths):  # parents first
+        if os.path.islink(path):
+            os.makedirs(os.path.dirname(jail + path), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.symlink(os.readlink(path), jail + path)
+        elif os.path.isdir(path) and not os.path.isdir(jail + path):
+            os.makedirs(jail + path)
+            mount(path, jail + path, "", BIND | REC)
 
 
 def choose(sandbox: str, base: str, hidden: list[str]) -> tuple[Sandbox, str]:
     """The best sandbox that works here, and in words what it lacks."""
     user = USER + os.getpid() % 30_000 * DESCRIPTORS  # each server has a range of its own
-    kinds = [Sandbox(True, user=user), Sandbox(True, mapped=True), Sandbox(False, user=user),
-             Sandbox(False)]
+    kinds = [Sandbox(False)]
+    if os.getuid() == 0:
+        kinds.insert(0, Sandbox(False, user=user))
+    if sandbox != "off":
+        kinds.insert(0, Sandbox(True, mapped=True))
+    if sandbox != "off" and os.getuid() == 0:
+        kinds.insert(0, Sandbox(True, user=user))
     problem = ""
-    for kind in [k for k in kinds[2 * (sandbox == "off"):] if not (k.user and os.getuid())]:
-        if not (error := kind.fails(base, hidden)):
+    for kind in kinds:
+        error = kind.fails(base, hidden)
+        if not error:
             break
         problem = problem or error
-    lacks = ["no namespaces"] * (not kind.namespaces)
+    lacks = [] if kind.namespaces else ["no namespaces"]
     if not kind.user and not (kind.mapped and os.getuid()):  # nothing binds root
-        lacks += ["no limit of processes"]
-    return kind, " and ".join(lacks) + f" ({problem})" * bool(lacks)
+        lacks.append("no limit of processes")
+    if not lacks:
+        return kind, ""
+    return kind, f"{' and '.join(lacks)} ({problem})"

@@ -1,0 +1,542 @@
+"""The process that forks REPL workers, and the client's way to it.
+
+`Handle` is the client's end: it starts this file as a program when a REPL is first asked
+for, and hands over one socket per REPL. `Server` is that program's loop. It forks a worker
+per REPL (`Slot`), relays frames between worker and client (`Channel`) as they come, their
+JSON unread, keeps each REPL's clock, and ends a REPL that overruns it or sends something
+out of turn. What workers run is handed in.
+
+Left out: the frames (frames.py), and what a worker is kept from (sandbox.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import gc
+import itertools
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from runtime.frames import FrameTooLarge, frame, take_frame, take_header
+from runtime.sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
+
+# What model code likes to import is imported once, before the forks. Each library makes
+# every fork dearer, so asyncio and hashlib (which loads OpenSSL) are not here.
+PRELOAD = (
+    "bisect collections copy csv datetime difflib functools heapq math operator pprint "
+    "random re statistics string textwrap unicodedata"
+).split()
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SPARES = 8  # workers that wait for a REPL to be asked for
+START_SECONDS = 60.0  # for the context and the tools to load, whatever a block may take
+
+
+class REPLError(RuntimeError):
+    """The machine failed, not the code: no REPL was started, or the server was lost."""
+
+
+# --- the client's end ---------------------------------------------------------------------
+
+
+class Handle:
+    """The client's end of the server: one per process, started when first needed."""
+
+    current: Handle | None = None
+    started = False  # a first server was started, and said what its sandbox lacks
+
+    def __init__(self, sandbox: str, quiet: bool):
+        import subprocess  # here and below, as the server and its forks do without them
+        import tempfile
+
+        self.sandbox = sandbox
+        self.base = tempfile.mkdtemp(prefix="repl-")  # see `stop`
+        # Sequenced packets keep requests apart. The server ends when this socket is closed.
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(60)
+        hidden = [os.getcwd(), REPOSITORY, os.path.expanduser("~")]
+        arguments = json.dumps([theirs.fileno(), sandbox, self.base, quiet, hidden])
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LANG": os.environ.get("LANG", "C.UTF-8"),
+            "HOME": self.base,
+            "TMPDIR": self.base,
+        }
+        # -E and -s: nothing of the user's settings and packages.
+        command = [sys.executable, "-E", "-s", "-m", "runtime.repl_server", arguments]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            )
+
+    @classmethod
+    def request(cls, sock: socket.socket, limits: Limits) -> None:
+        """Hand `sock` to the server, which gives it a worker. A dead server is replaced.
+
+        Raises REPLError.
+        """
+        for attempt in (1, 2):
+            try:
+                if not cls.usable(limits.sandbox):
+                    cls.stop()
+                    cls.start(limits.sandbox)
+                request = json.dumps(asdict(limits)).encode()
+                socket.send_fds(cls.current.control, [request], [sock.fileno()])
+                return
+            except OSError as error:
+                cls.stop()
+                if attempt == 2:
+                    problem = f"the REPL server cannot be reached: {error}"
+                    raise REPLError(problem) from error
+
+    @classmethod
+    def usable(cls, sandbox: str) -> bool:
+        handle = cls.current
+        if handle is None or handle.sandbox != sandbox:
+            return False
+        return handle.process.poll() is None
+
+    @classmethod
+    def start(cls, sandbox: str) -> None:
+        cls.current = cls(sandbox, quiet=cls.started)
+        if not cls.started:
+            atexit.register(cls.stop)
+            os.register_at_fork(after_in_child=cls.forget)
+            cls.started = True
+
+    @classmethod
+    def stop(cls) -> None:
+        import shutil
+        import subprocess
+
+        handle, cls.current = cls.current, None
+        if handle is not None:
+            handle.control.close()
+            try:
+                handle.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                handle.process.kill()
+                handle.process.wait()
+            shutil.rmtree(handle.base, ignore_errors=True)
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a fork of the client: the server stays the parent's."""
+        handle, cls.current = cls.current, None
+        if handle is not None:
+            handle.control.close()
+            handle.process.returncode = 0  # not our child: there is nothing to wait for
+
+
+# --- the server ---------------------------------------------------------------------------
+
+
+class Channel:
+    """One non-blocking socket of the server, and what is not read or written in full."""
+
+    def __init__(self, selector: Any, sock: socket.socket, handler: Callable, slot: Slot):
+        sock.setblocking(False)
+        self.selector, self.sock, self.handler, self.slot = selector, sock, handler, slot
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.open = True
+        self.events = selectors.EVENT_READ
+        selector.register(sock, self.events, self.ready)
+
+    def ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self.write(b"")
+        if events & selectors.EVENT_READ and self.open:
+            self.handler(self.slot)
+
+    def read(self) -> None:
+        """One recv, into the inbox. Raises OSError; EOFError at the end."""
+        data = self.sock.recv(1 << 18)
+        if not data:
+            raise EOFError
+        self.inbox += data
+
+    def write(self, data: bytes) -> None:
+        """Send what the socket takes now. The rest is sent when the selector says so."""
+        self.outbox += data
+        try:
+            while self.outbox:
+                del self.outbox[: self.sock.send(self.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other side is gone: reading will find out
+            self.outbox.clear()
+        events = selectors.EVENT_READ
+        if self.outbox:
+            events |= selectors.EVENT_WRITE
+        if self.open and events != self.events:
+            self.events = events
+            self.selector.modify(self.sock, events, self.ready)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self.selector.unregister(self.sock)
+            self.sock.close()
+            self.inbox, self.outbox = bytearray(), bytearray()
+
+
+class Slot:
+    """One REPL in the server: its two channels, its worker, its clock."""
+
+    client: Channel | None = None  # None: a spare, which nobody has asked for yet
+    worker: Channel | None = None
+    pid = 0  # 0: no process, or none any more
+    number = 0  # added to the first user id; nobody else has it while the worker lives
+    directory = ""  # only without namespaces
+    state = "new"  # new, running, asking, idle or dead
+    left = 0.0  # seconds left on the clock while it stands still
+    deadline = 0.0  # when the clock ends while it runs
+    passing = 0  # bytes of the client's frame that the worker was not sent yet
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+
+
+class Server:
+    """Forks workers, relays frames, ends what overruns. Never waits for a single REPL.
+
+    In idle moments it forks a few spare workers, for the limits that were last asked for: a
+    start then costs the client no fork. A fork runs `worker(sock, limits).loop(problem)`.
+    """
+
+    FROM_CLIENT = {b"S": "new", b"X": "idle", b"R": "asking"}  # the state it must come in
+    FROM_WORKER = {b"Q": "asking", b"D": "idle"}  # the state it leads to, from running
+
+    def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
+        self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
+        self.refusal = ""  # why there can be no REPL
+        self.parent = os.open(os.path.dirname(base), os.O_RDONLY)
+        self.count = itertools.count()
+        self.numbers = collections.deque(range(DESCRIPTORS))
+        self.workers: dict[int, Slot] = {}  # by process id, until that process is reaped
+        self.erasing: set[int] = set()  # children that remove a directory
+        self.spares: collections.deque[Slot] = collections.deque()
+        self.limits: Limits | None = None  # those of the spares; None: make none
+
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ, self.accept)
+        self.wake, wakeup = socket.socketpair()  # becomes readable when a child dies
+        wakeup.setblocking(False)
+        self.selector.register(self.wake, selectors.EVENT_READ, self.reap)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+
+    def loop(self) -> None:
+        while True:
+            running = [s.deadline for s in self.workers.values() if s.state == "running"]
+            wait = max(0.0, min(running) - time.monotonic()) if running else None
+            spares_lack = self.limits is not None and len(self.spares) < SPARES
+            events = self.selector.select(0 if spares_lack else wait)
+            for key, mask in events:
+                key.data(mask)
+            if spares_lack and not events:
+                self.prepare()
+            self.end_overdue()
+
+    def end_overdue(self) -> None:
+        now = time.monotonic()
+        for slot in self.workers.values():
+            if slot.state == "running" and slot.deadline <= now:
+                limit = f"{slot.limits.seconds:g} s"
+                error = f"the block ran for more than {limit} and the REPL was ended"
+                self.end(slot, "timeout", f"TimeoutError: {error}")
+
+    def accept(self, _: int) -> None:
+        """The client asks for a REPL: it sends one descriptor and the limits."""
+        request, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
+        if not request:
+            self.shut_down()
+        if not descriptors:  # we have too many: the kernel closed it, the client sees that
+            return
+        limits = Limits(**json.loads(request))
+        if limits != self.limits:
+            for spare in self.spares:
+                spare.state = "dead"
+                self.kill(spare)
+            self.spares.clear()
+            self.limits = limits
+        problem = ""
+        try:
+            slot = self.spares.popleft() if self.spares else self.fork(limits)
+        except OSError as error:
+            slot, problem = Slot(limits), f"no process could be started: {error}"
+        client = socket.socket(fileno=descriptors[0])
+        slot.client = Channel(self.selector, client, self.from_client, slot)
+        if problem:
+            self.end(slot, "crash", problem)
+
+    def shut_down(self) -> None:
+        """The client is gone: end all workers, remove the directory, exit."""
+        for slot in self.workers.values():
+            self.kill(slot)
+        while self.workers or self.strays():
+            self.reap(0)
+        os.chdir("/")
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.basename(self.base), dir_fd=self.parent)
+            os._exit(0)
+        erase(self.base)
+
+    # Starting workers
+
+    def prepare(self) -> None:
+        try:
+            self.spares.append(self.fork(self.limits))
+        except OSError:  # the next request will say why
+            self.limits = None
+
+    def fork(self, limits: Limits) -> Slot:
+        """A worker that waits for its first frame. Raises OSError."""
+        if self.refusal:
+            raise OSError(self.refusal)
+        slot = Slot(limits)
+        slot.number = self.numbers[0]
+        if not self.sandbox.namespaces:
+            directory = f"{self.base}/{next(self.count)}"
+            os.mkdir(directory, 0o700)
+            slot.directory = directory
+        try:
+            if slot.directory and self.sandbox.user:
+                user = self.sandbox.user + slot.number
+                os.chown(slot.directory, user, user)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                slot.pid = self.sandbox.fork()
+                if slot.pid == 0:
+                    self.work(slot, theirs)
+        except OSError:
+            if slot.directory:
+                os.rmdir(slot.directory)
+            raise
+        self.numbers.popleft()
+        self.workers[slot.pid] = slot
+        slot.worker = Channel(self.selector, ours, self.from_worker, slot)
+        return slot
+
+    def work(self, slot: Slot, sock: socket.socket) -> None:
+        """The life of a worker. It never returns into the server's loop."""
+        try:
+            for other in self.workers.values():  # this worker may not see their frames
+                for channel in filter(None, (other.client, other.worker)):
+                    channel.inbox = channel.outbox = b""
+            call("prctl", SET_NAME, b"repl-spare", 0, 0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            problem = ""
+            try:
+                number, directory = slot.number, slot.directory
+                self.sandbox.confine(number, slot.limits, directory, sock.fileno())
+            except OSError as error:
+                problem = f"cannot isolate it: {error}"
+            self.worker(sock, slot.limits).loop(problem)
+        finally:
+            os._exit(1)
+
+    # Relaying frames
+
+    def from_client(self, slot: Slot) -> None:
+        """Read once, and pass it on as it comes: a large context is never held in full."""
+        inbox = slot.client.inbox
+        try:
+            slot.client.read()
+            while inbox and slot.state != "dead":
+                if not slot.passing and not self.begin(slot, inbox):
+                    return
+                part = inbox[: slot.passing]
+                del inbox[: slot.passing]
+                slot.passing -= len(part)
+                slot.worker.write(part)
+            inbox.clear()  # what a dead REPL is still sent
+        except (EOFError, OSError, FrameTooLarge):  # closed: nobody is left to hear why
+            slot.state = "dead"
+            self.kill(slot)
+            slot.client.close()
+
+    def begin(self, slot: Slot, inbox: bytearray) -> bool:
+        """A frame of the client begins: start the clock. False: do not pass it on."""
+        length, kind = take_header(inbox, slot.limits.frame_mb)
+        if not length:
+            return False
+        if self.FROM_CLIENT.get(kind) != slot.state:
+            self.end_forger(slot, kind)
+            return False
+        if kind == b"S":
+            slot.left = START_SECONDS
+        elif kind == b"X":
+            slot.left = slot.limits.seconds
+        slot.deadline = time.monotonic() + slot.left
+        slot.state = "running"
+        slot.passing = length
+        return True
+
+    def from_worker(self, slot: Slot) -> bool:
+        """Read once; False at the end. A forged frame ends its own REPL at most."""
+        try:
+            slot.worker.read()
+            most = slot.limits.frame_mb
+            while (found := take_frame(slot.worker.inbox, most)) is not None:
+                kind, data = found
+                if slot.state != "running" or kind not in self.FROM_WORKER:
+                    self.end_forger(slot, kind)
+                    return False
+                slot.left = slot.deadline - time.monotonic()
+                slot.state = self.FROM_WORKER[kind]
+                slot.client.write(data)
+        except (EOFError, OSError):  # `reap` says how it died; make sure that it does
+            self.kill(slot)
+            return False
+        except FrameTooLarge as error:
+            self.end(slot, "protocol", f"ProtocolError: {error}")
+            return False
+        return True
+
+    # Ending workers
+
+    def end_forger(self, slot: Slot, kind: bytes) -> None:
+        self.end(slot, "protocol", f"ProtocolError: {kind!r} while {slot.state}")
+
+    def end(self, slot: Slot, died: str, error: str) -> None:
+        """Kill the worker and tell the client why. The client's socket stays open."""
+        if slot.state == "dead":
+            return
+        slot.state = "dead"
+        self.kill(slot)
+        if slot.client is None:  # a spare that nobody has asked for
+            self.spares.remove(slot)
+        else:
+            result = {"error": error, "died": died}
+            slot.client.write(frame(b"D", result, slot.limits.frame_mb))
+
+    def kill(self, slot: Slot) -> None:
+        if slot.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.pid, signal.SIGKILL)  # it may not have reached setsid yet
+                os.killpg(slot.pid, signal.SIGKILL)
+        if slot.worker:
+            slot.worker.close()
+
+    def reap(self, _: int) -> None:
+        """Some children died: tell the client, end what they left, keep no zombie."""
+        self.wake.recv(4096)
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # a zombie's id is not reused
+        with contextlib.suppress(ChildProcessError):
+            while child := os.waitid(os.P_ALL, 0, look):
+                slot = self.workers.pop(child.si_pid, None)
+                if slot is not None:
+                    while slot.worker.open and self.from_worker(slot):
+                        pass  # its last frame may still wait here
+                    self.kill(slot)
+                usage = os.wait4(child.si_pid, 0)[2]
+                self.erasing.discard(child.si_pid)
+                if slot is not None:
+                    how = self.cause_of_death(child, usage, slot.limits)
+                    error = f"ProcessError: the REPL's process was ended {how}"
+                    self.end(slot, "crash", error)
+                    self.forget(slot)
+                for pid in self.strays():
+                    os.kill(pid, signal.SIGKILL)
+
+    @staticmethod
+    def cause_of_death(child: Any, usage: Any, limits: Limits) -> str:
+        if usage.ru_utime + usage.ru_stime > limits.cpu_seconds - 0.1:
+            return f"after {limits.cpu_seconds} s of processor time"
+        if child.si_code == os.CLD_EXITED:
+            return f"with exit code {child.si_status}"
+        return f"by signal {child.si_status} ({signal.strsignal(child.si_status)})"
+
+    def strays(self) -> list[int]:
+        """Without a process namespace: what dead workers started and left to us."""
+        if self.sandbox.namespaces:
+            return []
+        found: list[str] = []
+        with contextlib.suppress(OSError):  # some kernels do not have this file
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                found = file.read().split()
+        return [pid for pid in map(int, found) if pid not in {*self.workers, *self.erasing}]
+
+    def forget(self, slot: Slot) -> None:
+        """Its process is gone: end what else runs as its user, and remove its directory."""
+        slot.pid = 0
+        if self.sandbox.user and self.strays():
+            with contextlib.suppress(OSError):
+                if (pid := os.fork()) == 0:
+                    try:
+                        os.setuid(self.sandbox.user + slot.number)
+                        os.kill(-1, signal.SIGKILL)  # all at once, however fast they fork
+                    finally:
+                        os._exit(0)
+                os.waitpid(pid, 0)
+        self.numbers.append(slot.number)
+        if not slot.directory:
+            return
+        try:
+            os.rmdir(slot.directory)
+        except OSError:  # not empty: another process removes it, which may take long
+            with contextlib.suppress(OSError):
+                if (pid := os.fork()) == 0:
+                    erase(slot.directory)
+                self.erasing.add(pid)
+
+
+def erase(directory: str) -> None:
+    """Become a process that removes it, however deep it is and whatever its modes are."""
+    try:
+        os.execvp("sh", ["sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", directory])
+    finally:
+        os._exit(1)
+
+
+def main() -> None:
+    """The server's process. `Handle` starts it, in the repository's directory."""
+    # Here, not above: as a library, runtime knows nothing of the top level.
+    from repl import Worker
+
+    control, sandbox, base, quiet, hidden = json.loads(sys.argv[1])
+    call("prctl", SET_NAME, b"repl-server", 0, 0, 0)  # what ps and top show
+
+    # A block finds what it finds in any Python: nothing of the repository can be imported,
+    # and of the environment there is what `Handle` gave.
+    del sys.path[0]
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
+        del sys.modules[name]
+    for name in os.environ.keys() - {"PATH", "LANG", "HOME", "TMPDIR"}:
+        del os.environ[name]
+    os.chdir(base)
+    for name in PRELOAD:
+        __import__(name)
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    chosen, lacks = choose(sandbox, base, hidden)
+    if lacks and sandbox == "auto" and not quiet:
+        print(f"repl.py: the sandbox has {lacks}", file=sys.stderr)
+    chosen.enter()
+    server = Server(socket.socket(fileno=control), chosen, base, Worker)
+    if lacks and sandbox == "require":
+        server.refusal = f"the sandbox has {lacks}"
+    chosen.build(base, hidden)
+    gc.collect()
+    gc.freeze()  # later collections do not touch the pages that the workers share
+    server.loop()
+
+
+if __name__ == "__main__":
+    main()
