@@ -1,28 +1,28 @@
-"""Makes the golden files beside it with transformers: `python tests/golden/make.py`.
+"""Makes the golden files in tests/golden with transformers: `python -m lab.golden`.
 
 Each holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy tokens
-with the gap between the two best logits at each, and the config as metadata. The weights are not
-stored: `weights` makes them from the config and a seed, without torch's generator.
+with the gap between the two best logits at each, and the config as metadata. The weights are
+not stored: `weights` makes them from the config and a seed, without torch's generator.
 """
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden"
 GREEDY, PROMPT = 64, 8  # tokens
 
 
-def config(heads: int, kv_heads: int, head_dim: int, theta: float, tied: bool, hidden: int,
-           vocabulary: int = 211) -> dict:
-    return {"model_type": "qwen3", "vocab_size": vocabulary, "hidden_size": hidden,
-            "intermediate_size": 3 * hidden, "num_hidden_layers": 3, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": head_dim, "rope_theta": theta,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
-            "hidden_act": "silu", "attention_bias": False}
+def config(heads: int, kv_heads: int, head_dim: int, theta: float, tied: bool,
+           hidden: int) -> dict:
+    return {"model_type": "qwen3", "vocab_size": 211, "hidden_size": hidden,
+            "intermediate_size": 3 * hidden, "num_hidden_layers": 3,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": head_dim, "rope_theta": theta, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": tied, "hidden_act": "silu",
+            "attention_bias": False}
 
 
 CONFIGS = {  # head_dim is never hidden / heads
@@ -40,16 +40,17 @@ def weights(c: dict) -> dict[str, torch.Tensor]:
     """Random weights of this config, float32, under their names; the same everywhere."""
     D, E, M, V = c["hidden_size"], c["head_dim"], c["intermediate_size"], c["vocab_size"]
     H, K = c["num_attention_heads"] * E, c["num_key_value_heads"] * E
+    layer = {
+        "self_attn.q_proj": (H, D), "self_attn.k_proj": (K, D), "self_attn.v_proj": (K, D),
+        "self_attn.o_proj": (D, H), "self_attn.q_norm": (E,), "self_attn.k_norm": (E,),
+        "mlp.gate_proj": (M, D), "mlp.up_proj": (M, D), "mlp.down_proj": (D, M),
+        "input_layernorm": (D,), "post_attention_layernorm": (D,)}
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     for i in range(c["num_hidden_layers"]):
-        layer = {"self_attn.q_proj": (H, D), "self_attn.k_proj": (K, D),
-                 "self_attn.v_proj": (K, D), "self_attn.o_proj": (D, H),
-                 "self_attn.q_norm": (E,), "self_attn.k_norm": (E,), "mlp.gate_proj": (M, D),
-                 "mlp.up_proj": (M, D), "mlp.down_proj": (D, M), "input_layernorm": (D,),
-                 "post_attention_layernorm": (D,)}
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+
     made = {}
     for seed, (name, shape) in enumerate(sorted(shapes.items())):
         uniform = np.random.Generator(np.random.PCG64(seed)).random(shape) - 0.5
@@ -61,20 +62,16 @@ def weights(c: dict) -> dict[str, torch.Tensor]:
 def reference(c: dict, dtype: torch.dtype = torch.float32):
     """transformers' model of this config with these weights."""
     import transformers
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        **{k: v for k, v in c.items() if k not in ("model_type", "rope_theta")}, **rope(c)))
+
+    fields = {name: value for name, value in c.items() if name != "model_type"}
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        theta = fields.pop("rope_theta")
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
     loaded = model.load_state_dict(weights(c), strict=False)
     assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     return model.to(dtype).eval()
-
-
-def rope(c: dict) -> dict:
-    """rope_theta where the installed version looks for it."""
-    import transformers
-    if int(transformers.__version__.split(".")[0]) < 5:
-        return {"rope_theta": c["rope_theta"]}
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": c["rope_theta"]}}
 
 
 def some_ids(c: dict) -> torch.Tensor:
@@ -84,26 +81,30 @@ def some_ids(c: dict) -> torch.Tensor:
 
 @torch.no_grad()
 def greedy(logits_of, ids: list[int]) -> tuple[list[int], list[float]]:
-    """GREEDY tokens, each by a whole forward pass, and how far the best was ahead at each."""
-    ids, ahead = list(ids), []
+    """GREEDY tokens, each by a full forward pass, and the lead of the best logit at each."""
+    ids, leads = list(ids), []
     for _ in range(GREEDY):
         best = logits_of(torch.tensor([ids]))[0, -1].topk(2)
         ids.append(int(best.indices[0]))
-        ahead.append(float(best.values[0] - best.values[1]))
-    return ids[-GREEDY:], ahead
+        leads.append(float(best.values[0] - best.values[1]))
+    return ids[-GREEDY:], leads
 
 
 @torch.no_grad()
 def main() -> None:
     for name, c in CONFIGS.items():
         ids, model = some_ids(c), reference(c)
-        tokens, ahead = greedy(lambda x, model=model: model(x).logits, ids[0, :PROMPT].tolist())
-        save_file({"ids": ids, "logits": model(ids).logits.contiguous(),
-                   "logits_bf16": reference(c, torch.bfloat16)(ids).logits.contiguous(),
-                   "greedy": torch.tensor(tokens), "ahead": torch.tensor(ahead)},
-                  HERE / f"{name}.safetensors", metadata={"config": json.dumps(c)})
-        print(name, "distinct greedy tokens", len(set(tokens)), "least ahead", min(ahead))
+        tokens, leads = greedy(lambda x: model(x).logits, ids[0, :PROMPT].tolist())
+        tensors = {
+            "ids": ids,
+            "logits": model(ids).logits.contiguous(),
+            "logits_bf16": reference(c, torch.bfloat16)(ids).logits.contiguous(),
+            "greedy": torch.tensor(tokens),
+            "ahead": torch.tensor(leads),
+        }
+        save_file(tensors, FOLDER / f"{name}.safetensors", metadata={"config": json.dumps(c)})
+        print(name, "distinct greedy tokens", len(set(tokens)), "smallest lead", min(leads))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

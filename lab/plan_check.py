@@ -1,84 +1,48 @@
-"""The memory plan beside what a real update takes: `python tests/plan_check.py [--rank 16] [--row
-2048] [--recompute] [--dtype bfloat16]`. Linux, CPU, about 16 GB and some minutes.
+"""The memory plan beside what a real update takes: `python -m lab.plan_check [--rank 16]
+[--row 2048] [--recompute] [--dtype bfloat16]`. Linux, CPU, about 16 GB and some minutes.
 
-A random Qwen3 of the 0.6B shape is saved and loaded like any checkpoint, the sampler's copy and a
-cache of one window are made and touched, and the weights updated from two micro-batches of one
-full row each. Prints peak memory without torch's own, the plan's sum, and their ratio.
+A random Qwen3 of the 0.6B shape is saved and loaded like any checkpoint, the sampler's copy
+and a cache of one window are made and written to, and the weights are updated from two
+micro-batches of one full row each. Prints peak memory without torch's own, the plan's sum,
+and their ratio.
 
 glibc keeps blocks below 32 MB after they are freed, which adds up to 15 % at short rows; with
 MALLOC_MMAP_THRESHOLD_=1048576 in the environment the peak is what is really in use.
 """
 import argparse
 import ctypes
-import sys
 import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
 
-import torch  # noqa: E402
+from model import Qwen3, Qwen3Config
+from runtime.plan import Plan
+from sampler import Sampler
 
-from runtime import plan  # noqa: E402
-from model import Qwen3, Qwen3Config  # noqa: E402
-from sampler import Sampler  # noqa: E402
-
-SHAPE = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-         "head_dim": 128, "max_position_embeddings": 40_960}  # Qwen3-0.6B
+QWEN3_06B = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+             "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+             "head_dim": 128, "max_position_embeddings": 40_960}
 
 
 def memory(field: str) -> int:
-    """Bytes that /proc/self/status gives for VmRSS or VmHWM, the peak."""
+    """Bytes that /proc/self/status gives for VmRSS, or for VmHWM, its peak."""
     with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(x.split()[1]) << 10 for x in file if x.startswith(field))
+        line = next(line for line in file if line.startswith(field))
+    return int(line.split()[1]) << 10
 
 
-def make(path: str, config: Qwen3Config, dtype: torch.dtype) -> None:
-    with torch.device("meta"):
-        names = dict(Qwen3(config).named_parameters())
-        model = Qwen3(config)
-    model._fill({name: torch.ones(w.shape, dtype=dtype) if w.dim() == 1 else
-                 torch.empty(w.shape, dtype=dtype).uniform_(-0.03, 0.03)
-                 for name, w in names.items()}).save_pretrained(path)
+def start_counting() -> int:
+    """Start the peak afresh; returns what is in use now."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = memory("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return before
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what the memory plan predicts.")
-    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: full fine-tuning")
-    parser.add_argument("--row", type=int, default=1024, help="tokens of a row (default 1024)")
-    parser.add_argument("--dtype", default="float32", help="of frozen weights (default float32)")
-    parser.add_argument("--layers", type=int, default=28, help="default 28, those of 0.6B")
-    parser.add_argument("--recompute", action="store_true")
-    args = parser.parse_args()
-    config = Qwen3Config(**SHAPE | {"num_hidden_layers": args.layers})
-    frozen = getattr(torch, args.dtype) if args.rank else torch.float32
-    predicted = plan.Plan(config, args.row, args.row, args.rank, frozen.itemsize, args.recompute,
-                          have=0)  # nothing to spare: a cache of one window
-    need = predicted.need()
-    tiny = Qwen3(Qwen3Config(64, 32, 64, 1, 2, 1, 16))  # what torch loads when first used
-    with tempfile.TemporaryDirectory() as path:
-        make(path, config, frozen)
-        update(tiny, torch.optim.AdamW(tiny.parameters(), fused=True), 16, 1)
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        before = memory("VmRSS")
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # the peak starts here
-        model = Qwen3.from_pretrained(path, frozen)
-    model.recompute = args.recompute
-    if args.rank:
-        model.add_lora(args.rank, 32.0)
-    sampler = Sampler(model, memory=need["KV cache"], window=args.row)
-    sampler.pool.fill_(1)
-    optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-6,
-                                  fused=True)
-    update(model, optimizer, 16, 1)  # so that the optimizer's state is there
-    sampler.load(model)
-    update(model, optimizer, args.row, 2)
-    taken, total = memory("VmHWM") - before, sum(need.values())
-    for part, size in need.items():
-        print(f"{part:13} {size / 1e9:7.3f} GB")
-    print(f"plan {total / 1e9:.2f} GB, measured {taken / 1e9:.2f} GB, plan / measured "
-          f"{total / taken:.3f}")
+def adamw(model: Qwen3) -> torch.optim.AdamW:
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
 
 def update(model: Qwen3, optimizer, row: int, batches: int) -> None:
@@ -89,6 +53,44 @@ def update(model: Qwen3, optimizer, row: int, batches: int) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what the memory plan predicts.")
+    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: train all weights")
+    parser.add_argument("--row", type=int, default=1024, help="tokens of a row (default 1024)")
+    parser.add_argument("--dtype", default="float32", help="of frozen weights (default float32)")
+    parser.add_argument("--layers", type=int, default=28, help="default 28, as 0.6B has")
+    parser.add_argument("--recompute", action="store_true")
+    args = parser.parse_args()
+
+    config = Qwen3Config(**QWEN3_06B | {"num_hidden_layers": args.layers})
+    frozen = getattr(torch, args.dtype) if args.rank else torch.float32
+    plan = Plan(config, window=args.row, row=args.row, rank=args.rank, frozen=frozen.itemsize,
+                recompute=args.recompute, have=0)  # nothing to spare: a cache of one window
+    need = plan.need()
+
+    tiny = Qwen3(Qwen3Config(64, 32, 64, 1, 2, 1, 16))
+    update(tiny, adamw(tiny), 16, 1)  # what torch loads when it is first used
+    with tempfile.TemporaryDirectory() as path:
+        Qwen3(config).to(frozen).save_pretrained(path)
+        before = start_counting()
+        model = Qwen3.from_pretrained(path, frozen)
+    model.recompute = args.recompute
+    if args.rank:
+        model.add_lora(args.rank, 32.0)
+    sampler = Sampler(model, memory=need["KV cache"], window=args.row)
+    sampler.pool.fill_(1)
+    optimizer = adamw(model)
+    update(model, optimizer, 16, 1)  # so that the optimizer's state is there
+    sampler.load(model)
+    update(model, optimizer, args.row, 2)
+
+    taken, total = memory("VmHWM") - before, sum(need.values())
+    for part, size in need.items():
+        print(f"{part:13} {size / 1e9:7.3f} GB")
+    print(f"plan {total / 1e9:.2f} GB, measured {taken / 1e9:.2f} GB, plan / measured "
+          f"{total / taken:.3f}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
-MAX_WINDOWS = 96  # the cache is made for at most this many sequences of full length
+MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
 DEVICE_SHARE = 0.9  # of the device, for the cache and everything else together
 GIB = 1 << 30
 MIB = 1 << 20
@@ -114,10 +114,10 @@ class Plan:
         return self.config.num_hidden_layers * 2 * K * self.element
 
     def cache_tokens(self, others: int) -> int:
-        """Tokens of the full windows that fit beside `others` bytes: 1 to MAX_WINDOWS windows."""
+        """Tokens of the full windows that fit beside `others` bytes: 1 to MOST_WINDOWS windows."""
         room = int(DEVICE_SHARE * self.have - others)
         windows = room // (self.token_bytes * self.window)
-        return max(1, min(windows, MAX_WINDOWS)) * self.window
+        return max(1, min(windows, MOST_WINDOWS)) * self.window
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -211,17 +211,17 @@ def device_bytes(device: str) -> int:
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
         free = _field("/proc/meminfo", "MemAvailable") << 10  # with what caches would give back
-        limit = _field("/sys/fs/cgroup/memory.max", "")
+        limit = _field("/sys/fs/cgroup/memory.max", "")  # "max": there is none
         used = _field("/sys/fs/cgroup/memory.current", "")
         cached = _field("/sys/fs/cgroup/memory.stat", "inactive_file")
         free = min(free, limit - used + cached)
     except (OSError, StopIteration, ValueError):
-        pass  # no such file here, or no limit
+        pass
     return free
 
 
 def _field(path: str, name: str) -> int:
-    """The number of the line that starts with `name`, which is no unit."""
+    """The number in the first line that starts with `name`."""
     with open(path, encoding="ascii") as file:
         line = next(line for line in file if line.startswith(name))
-    return int(line.removeprefix(name).strip(" :\n").removesuffix(" kB"))
+    return int("".join(character for character in line if character.isdigit()))
