@@ -1,27 +1,30 @@
-"""How far the expected gradient of each objective is from the true one: `python tests/bias.py`.
+"""How far the expected gradient of an objective is from the true one: `python -m lab.bias`.
 
-A tree policy small enough to enumerate: the root answers at once (token 0), asks one child (1), or
-asks two and adds a token of its own (2, then 3 or 4); a child says 5 or 6. Eleven trees, seven
-logits. The true gradient is that of the expected reward; the expected gradient of an objective sums
-over all groups of G trees, each through grpo.py's own rows and loss, at ratio 1.
+A policy over trees that is small enough to enumerate. The root answers at once (token 0),
+asks one child (1), or asks two and adds a token of its own (2, then 3 or 4); a child says 5
+or 6. That makes eleven trees and seven logits. The true gradient is that of the expected
+reward. The expected gradient of an objective sums over all groups of G trees, each through
+the rows and the loss of grpo.py at ratio 1. Left out: objectives that need scores of
+children or draw at random.
 """
 import itertools
-import os
-import sys
 
 import torch
+from torch.nn.functional import cosine_similarity
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from grpo import GRPOConfig, collate, make_rows, policy_loss  # noqa: E402
-from tree import Node, Rollout, Turn  # noqa: E402
+from grpo import LENGTH_CONSTANT, GRPOConfig, collate, credit, make_rows, policy_loss
+from lab import objectives
+from tree import Node, Rollout, Turn
 
 THETA = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, -0.6, 0.5], dtype=torch.float64)
-UNBIASED = dict(children="sum", length="constant", std="off")
+UNBIASED = {"children": "sum", "length": "constant", "std": "off"}
+GROUP = 3
+SWITCHES = [("constant", "sum"), ("constant", "mean"), ("sequence", "sum"),
+            ("sequence", "mean"), ("batch", "mean")]  # length, children
 
 
 def token_logprobs(theta):
-    """log pi of tokens 0 to 6; each is one of 0-2, 3-4 or 5-6."""
+    """log pi of tokens 0 to 6, each of which is one of 0-2, 3-4 or 5-6."""
     return torch.cat([part.log_softmax(0) for part in theta.split([3, 2, 2])])
 
 
@@ -33,64 +36,88 @@ def node(path, ids, *children):
 
 
 def all_trees():
-    """(root, sampled tokens, reward) of every tree; it is right to ask two children that both
-    say 6, and each part of that is worth something."""
+    """(root, sampled tokens, reward) of every tree.
+
+    The best is to ask two children that both say 6; parts of it are worth something."""
     yield node((), [0]), [0], 0.35
     for b in (5, 6):
         yield node((), [1], node((0,), [b])), [1, b], 0.1 + 0.4 * (b == 6)
     for c, b1, b2 in itertools.product((3, 4), (5, 6), (5, 6)):
         root = node((), [2, c], node((0,), [b1]), node((1,), [b2]))
-        yield root, [2, c, b1, b2], 0.2 * (c == 3) + 0.4 * (b1 == 6) + 0.4 * (b2 == 6) * (b1 == 6)
+        reward = 0.2 * (c == 3) + 0.4 * (b1 == 6) + 0.4 * (b2 == 6) * (b1 == 6)
+        yield root, [2, c, b1, b2], reward
 
 
-def true_gradient(theta=THETA):
-    theta = theta.clone().requires_grad_()
+def true_gradient():
+    theta = THETA.clone().requires_grad_()
     logprobs = token_logprobs(theta)
-    sum(logprobs[ids].sum().exp() * reward for _, ids, reward in all_trees()).backward()
+    expected = sum(logprobs[ids].sum().exp() * reward for _, ids, reward in all_trees())
+    expected.backward()
     return theta.grad
 
 
-def group_gradients(config, G, theta=THETA):
-    """(probabilities (groups,), gradients of J (groups, 7)) of all groups of G trees."""
-    trees = list(all_trees())
-    theta = theta.clone().requires_grad_()
+def group_gradients(config, group_size, objective=credit):
+    """(probabilities (groups,), gradients of J (groups, 7)) of all groups of this size.
+
+    J is scaled by the length constant if there is one, as if that were 1."""
+    theta = THETA.clone().requires_grad_()
+    logprobs = token_logprobs(theta)
+    constant = LENGTH_CONSTANT if config.length == "constant" else 1.0
+    places = [list(all_trees()) for _ in range(group_size)]  # no two places share a Node
     probabilities, gradients = [], []
-    for group in itertools.product(trees, repeat=G):
-        logprobs = token_logprobs(theta)
-        p = logprobs.detach()[[i for _, ids, _ in group for i in ids]].sum().exp()
-        rows = make_rows([Rollout({}, "g", root, reward) for root, _, reward in group], config)
+    for group in itertools.product(*places):
+        ids = [i for _, tokens, _ in group for i in tokens]
+        probabilities.append(logprobs.detach()[ids].sum().exp())
+
+        rollouts = [Rollout({}, "group", root, reward) for root, _, reward in group]
+        rows = make_rows(rollouts, objective(rollouts, config), config)
         gradient = torch.zeros_like(theta)
         if rows:
-            t = collate(rows, "cpu")
-            sampled = logprobs[t["ids"][t["mask"].bool()]]
-            t["sampler"] = sampled.detach()
-            loss, _, _ = policy_loss(sampled, torch.zeros(len(sampled)), t, config)
-            gradient, = torch.autograd.grad(-loss, theta)
-        probabilities.append(p)
+            pack = collate(rows, "cpu")
+            sampled = logprobs[pack["ids"][pack["mask"].bool()]]
+            pack["sampler"] = sampled.detach()
+            loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
+            gradient, = torch.autograd.grad(-loss * constant, theta, retain_graph=True)
         gradients.append(gradient)
     return torch.stack(probabilities), torch.stack(gradients)
 
 
-def expected_gradient(config, G, theta=THETA):
-    p, g = group_gradients(config, G, theta)
-    return p @ g
+def expected_gradient(config, group_size, objective=credit):
+    probabilities, gradients = group_gradients(config, group_size, objective)
+    return probabilities @ gradients
+
+
+def table_row(config, gradient):
+    """A line of the table. Only grpo has std, and a norm that can be compared."""
+    true = true_gradient()
+    is_grpo = config.objective == "grpo"
+    children = gradient[5:].norm() / gradient[:5].norm()  # tokens 5 and 6 are children's
+    true_children = true[5:].norm() / true[:5].norm()
+    cells = [
+        config.objective,
+        "" if config.length == "batch" else config.children,
+        config.length,
+        config.std if is_grpo else "",
+        f"{gradient.norm() / true.norm():.3f}" if is_grpo else "",
+        f"{cosine_similarity(gradient, true, dim=0):.4f}",
+        f"{children / true_children:.2f}",
+    ]
+    print(f"| {' | '.join(cells)} |")
 
 
 def main():
-    true, G = true_gradient(), 3
-    print(f"true gradient, its norm {true.norm():.4f}; groups of {G}; expected ones are scaled by "
-          "G / (G - 1) and, for a constant length, by that constant")
-    print("| children | length | std | norm / true | cosine | children over root / true |")
-    print("|---|---|---|---|---|---|")
-    for std, (length, children) in itertools.product(("off", "on"), (
-            ("constant", "sum"), ("constant", "mean"), ("sequence", "sum"), ("sequence", "mean"),
-            ("batch", "mean"))):
-        config = GRPOConfig(children=children, length=length, std=std, length_constant=1.0)
-        g = expected_gradient(config, G) * G / (G - 1)
-        cosine = torch.nn.functional.cosine_similarity(g, true, dim=0)
-        part = (g[5:].norm() / g[:5].norm()) / (true[5:].norm() / true[:5].norm())
-        print(f"| {'' if length == 'batch' else children} | {length} | {std} | "
-              f"{g.norm() / true.norm():.3f} | {cosine:.4f} | {part:.2f} |")
+    print(f"Groups of {GROUP}. The norm of the true gradient is {true_gradient().norm():.4f}.")
+    print("Expected gradients are scaled by G / (G - 1) and by the length constant.\n")
+    print("| objective | children | length | std | norm / true | cosine | "
+          "children over root / true |")
+    print("|---|---|---|---|---|---|---|")
+    for std, (length, children) in itertools.product(("off", "on"), SWITCHES):
+        config = GRPOConfig(children=children, length=length, std=std)
+        table_row(config, expected_gradient(config, GROUP) * GROUP / (GROUP - 1))
+    for objective in (objectives.filter, objectives.dpo):
+        for children in ("sum", "mean"):
+            config = GRPOConfig(objective=objective.__name__, children=children)
+            table_row(config, expected_gradient(config, GROUP, objective))
 
 
 if __name__ == "__main__":
