@@ -1,0 +1,240 @@
+"""The pages say what is there: links, files, flags and sizes; and the files of
+docs/extending.md work as they stand, from a directory outside of the repository."""
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+import train
+from tree import Node, Rollout, Turn
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+EXTENDING = TEXTS[ROOT / "docs" / "extending.md"]
+
+# The files of the page, and the commands that it gives for them.
+EXAMPLES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING,
+                           re.DOTALL | re.MULTILINE))
+COMMANDS = re.findall(r"^python ~/rlm/(\w+)\.py (.*)$", EXTENDING, re.MULTILINE)
+SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
+         "--heldout 3").split()
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+# --- what the pages say -------------------------------------------------------------------
+
+def anchors(page):
+    """The names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", TEXTS[page], re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code(text):
+    """What stands in backticks, in fences or indented; commands of several lines joined."""
+    text = text.replace("\\\n", " ")
+    fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    rest = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^    .*$", rest, re.MULTILINE)
+    inline = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    return [*fenced.splitlines(), *indented, *inline]
+
+
+@pages
+def test_every_relative_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pages
+def test_every_file_that_is_named_exists(page):
+    text = TEXTS[page]
+    inside = re.findall(r"(?<![\w/.~])((?:lab|tasks|runtime|tests|docs)/[\w./-]*\w)", text)
+    modules = [f"lab/{name}.py" for name in re.findall(r"\blab\.(\w+)", text)]
+    on_top = re.findall(r"(?<![\w/.~])(\w+\.py)\b", text)
+    of_the_reader = {*EXAMPLES, "my_task.py", "file.py"}
+    for name in {*inside, *modules, *on_top} - of_the_reader:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_linked_from_the_readme():
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name}" in TEXTS[README]
+
+
+@pages
+def test_flags_in_commands_exist(page, monkeypatch, capsys):
+    run(evaluation, monkeypatch, "--help")
+    known = {
+        "train": {"--" + field.name.replace("_", "-") for field in fields(train.Config)},
+        "eval": set(re.findall(r"--[\w-]+", capsys.readouterr().out)),
+    }
+    for line in code(TEXTS[page]):
+        for name, flags in known.items():
+            _, found, arguments = line.partition(f"{name}.py ")
+            if found:
+                used = set(re.findall(r"(?<!\S)--[a-z][\w-]*", arguments))
+                assert used <= flags | {"--help"}, line
+
+
+@pages
+def test_lines_are_short(page):
+    long = [n for n, line in enumerate(TEXTS[page].splitlines(), 1) if len(line) > 120]
+    assert not long
+
+
+def test_the_readme_is_short_and_has_the_command_that_runs_the_tests():
+    assert len(TEXTS[README].splitlines()) <= 220
+    assert len(TEXTS[README].split()) <= 2000
+    assert "\npip install -r requirements.txt && pytest\n" in TEXTS[README]
+
+
+# --- the examples -------------------------------------------------------------------------
+
+def run(module, monkeypatch, *arguments):
+    """The exit status or message of a command line; None if it returned."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
+    try:
+        module.main()
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def commands(program, word):
+    """The arguments of the page's commands with this program and this word in them."""
+    found = [arguments.split() for name, arguments in COMMANDS if name == program]
+    return [arguments for arguments in found if word in arguments]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A directory with the files of the page, far from the repository."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    assert ROOT not in folder.parents
+    for name, source in EXAMPLES.items():
+        (folder / name).write_text(source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(elsewhere):
+    """The example task, trained for two steps from nothing."""
+    [arguments] = commands("train", "rooms.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(elsewhere)
+        assert run(train, patch, *arguments, *SHORT) is None
+    return elsewhere / "runs" / "rooms"
+
+
+def test_the_page_has_three_files_of_15_to_40_lines():
+    assert list(EXAMPLES) == ["rooms.py", "brief.py", "rloo.py"]
+    for source in EXAMPLES.values():
+        assert len(source.splitlines()) <= 40
+    assert {word for _, line in COMMANDS for word in line.split()} >= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", ["rooms.py", "brief.py"])
+def test_the_oracle_answers_the_examples(name, elsewhere, monkeypatch, capsys):
+    arguments = next(a for a in commands("eval", name) if "oracle" in a)
+    monkeypatch.chdir(elsewhere)
+    assert run(evaluation, monkeypatch, *arguments) is None
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[3:5] == ["4", "1.000"]
+
+
+def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):
+    assert (trained / "final" / "model.safetensors").exists()
+    [arguments] = [a for a in commands("eval", "rooms.py") if "oracle" not in a]
+    monkeypatch.chdir(trained.parent.parent)
+    assert run(evaluation, monkeypatch, *arguments, "--n", 2) is None
+    assert "rooms" in capsys.readouterr().out
+
+
+def test_the_example_reward_and_objective_train(elsewhere, monkeypatch):
+    [reward], [objective] = commands("train", "brief.py"), commands("train", "rloo.py")
+    monkeypatch.chdir(elsewhere)
+    assert run(train, monkeypatch, *reward, *objective, *SHORT) is None
+    assert (elsewhere / "runs" / "rloo" / "result.json").exists()
+
+
+# --- mistakes in a file -------------------------------------------------------------------
+
+MAKE = "def make(rng, tokens=None, heldout=False):\n    return 'q', 'c', 'a'\n"
+SCORE = "def score(task, answer):\n    return 1.0\n"
+ORACLE = "def oracle(task, node):\n    return '```repl\\nFINAL(1)\\n```'\n"
+BOOM = "    return {}['boom']  # here\n"
+
+MISTAKES = {  # file -> (how it is used, its text, what the message says)
+    "no_make": ("--tasks", SCORE, "no function make"),
+    "no_score": ("--tasks", MAKE, "no function score"),
+    "syntax": ("--tasks", "x = (  # here\n", "SyntaxError"),
+    "importing": ("--tasks", "import nowhere_to_be_found  # here\n", "ModuleNotFoundError"),
+    "make_wrong": ("--tasks", "def make(rng, **more):  # here\n    return 'q', 3, 'a'\n"
+                   + SCORE + ORACLE, "make returned"),
+    "make_raises": ("--tasks", "def make(rng, **more):\n" + BOOM + SCORE + ORACLE, "KeyError"),
+    "score_wrong": ("--tasks", MAKE + ORACLE + "def score(task, answer):  # here\n"
+                    "    return 'good'\n", "score returned 'good'"),
+    "score_large": ("--tasks", MAKE + ORACLE + "def score(task, answer):  # here\n"
+                    "    return 2\n", "score returned 2"),
+    "score_raises": ("--tasks", MAKE + ORACLE + "def score(task, answer):\n" + BOOM,
+                     "KeyError"),
+    "oracle_wrong": ("--tasks", MAKE + SCORE + "def oracle(task, node):  # here\n"
+                     "    return 3\n", "oracle returned 3"),
+    "oracle_raises": ("--tasks", MAKE + SCORE + "def oracle(task, node):\n" + BOOM,
+                      "KeyError"),
+    "reward_missing": ("--reward", MAKE, "no function score"),
+    "reward_wrong": ("--reward", "def score(task, answer):  # here\n    return None\n",
+                     "score returned None"),
+    "reward_raises": ("--reward", "async def score(task, answer):\n" + BOOM, "KeyError"),
+    "objective_missing": ("--objective", SCORE, "no function credit"),
+    "objective_wrong": ("--objective", "def credit(rollouts, config):  # here\n"
+                        "    return [1.0]\n", "credit returned [1.0]"),
+    "objective_values": ("--objective", "def credit(rollouts, config):  # here\n"
+                         "    return {r.root: 1.0 for r in rollouts}\n", "credit returned 1.0"),
+    "objective_raises": ("--objective", "def credit(rollouts, config):\n" + BOOM, "KeyError"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_file_is_told_with_file_and_line(name, tmp_path, trained, monkeypatch,
+                                                        capsys):
+    flag, source, says = MISTAKES[name]
+    file = tmp_path / f"{name}.py"
+    file.write_text(source)
+    monkeypatch.chdir(tmp_path)
+    if flag == "--objective":
+        root = Node()
+        root.add(Turn("assistant", "", (1,), (0.0,)))
+        trees = [Rollout(None, "g", root, 1.0)]
+        # A step needs a model that samples; these trees stand in for what it would sample.
+        monkeypatch.setattr(train.Trainer, "train",
+                            lambda self: self.objective(trees, self.config))
+        message = run(train, monkeypatch, flag, file, "--model", trained / "init",
+                      "--heldout", 1, "--warmup-steps", 0)
+    else:
+        message = run(evaluation, monkeypatch, "--policy", "oracle", flag, file, "--n", 1)
+
+    assert isinstance(message, str) and "\n" not in message  # one line, and exit status 1
+    assert str(file) in message and says in message
+    marked = [n for n, line in enumerate(source.splitlines(), 1) if "# here" in line]
+    for line in marked:
+        assert f"{file} line {line}" in message
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_training_tells_a_mistake_in_a_task_as_well(tmp_path, monkeypatch):
+    (tmp_path / "unscored.py").write_text(MAKE)
+    monkeypatch.chdir(tmp_path)
+    message = run(train, monkeypatch, "--task", "unscored.py")
+    assert "unscored.py: there is no function score" in message and "\n" not in message
