@@ -1,340 +1,259 @@
-"""Every speed claim as a figure: `python bench.py NAME [--json FILE]` prints a table and a header
-that says what it was measured on, and writes the same figures as JSON.
+"""Every claim of speed as a figure: `python -m lab.bench repl|sampler|train [--json FILE]`.
 
-One function a benchmark; its docstring says how each figure is measured. A figure is the median of
-its samples, with their quartiles. Figures are compared within one run, never between two machines.
-What the benchmarks need is imported inside them; what only a comparison needs is in
-requirements-bench.txt.
+Prints a table below a line that says what it was measured on. The docstring of each
+benchmark says how its figures are measured. A figure is the median of its samples, with
+their quartiles beside it. Compare figures of one run only, never of two machines.
 """
 import argparse
 import asyncio
-import json
+import contextlib
 import os
 import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
+import grpo
+from lab.kills import family
+from model import Qwen3, Qwen3Config
+from repl import REPL, Limits
+from runtime import parallel
+from runtime.files import write_json
+from runtime.plan import GIB, Plan
+from runtime.repl_server import Handle
+from sampler import Sampler
 
-def repl(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
-    """The REPL, next to a fresh Python.
+GPU = torch.cuda.is_available()
+SMALL = Qwen3Config(
+    vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+QWEN3_4B = Qwen3Config(
+    vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+REPEATS = 3  # samples of what takes long
+ANSWER, OBSERVATION = 64, 200  # tokens of a sampled turn, and of what follows it
 
-    start_ms             from REPL("").__aenter__() to its return: the worker is forked, isolated
-                         and has answered. One at a time; closing is not in it. Server warm.
-    exec_ms              one execute("x = 1"), round trip, in one REPL.
-    context_40mb_s       the same as start_ms with a context of 40 MB of ASCII text.
-    open_512_mib_each    512 REPLs open at once with an empty context, each after one block: PSS
-                         of all processes below the server and of the server itself, less the
-                         server's before, over 512. Not in it: what the kernel holds for them.
-    fresh_python_ms      subprocess.run([python, "-I", "-c", "pass"]), for comparison.
+
+class Samples(dict):
+    """Name of a figure -> its samples; counts them on the terminal as they come."""
+
+    def __init__(self, title: str):
+        super().__init__()
+        self.bar = tqdm(desc=title, unit=" samples", leave=False, disable=None)
+
+    def add(self, name: str, value: float) -> None:
+        self.setdefault(name, []).append(value)
+        self.bar.update()
+
+
+def seconds_of(run) -> float:
+    """Wall clock of `run()`, the work of a GPU included."""
+    began = time.perf_counter()
+    run()
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+# --- the REPL ---
+
+def repl(args: argparse.Namespace) -> tuple[Samples, str]:
+    """The REPL, beside a fresh Python.
+
+    start_ms: REPL("").__aenter__(); the worker is forked and isolated, and has answered.
+        One at a time; the server runs already; closing does not count.
+    exec_ms: one execute("x = 1") in an open REPL, there and back.
+    context_40mb_s: as start_ms, with a context of 40 MB of ASCII text.
+    open_512_mib_each: with 512 open REPLs, each with an empty context and after one block,
+        the memory (PSS) of the server and all processes below it, less the server's before,
+        over 512. Memory of the kernel does not count.
+    fresh_python_ms: subprocess.run([python, "-I", "-c", "pass"]), to compare.
     """
-    from repl import REPL, Handle, Limits
-
     limits = Limits(sandbox=args.sandbox)
-    samples: dict[str, list[float]] = {}
-    rounds = {"start_ms": 300, "exec_ms": 2000, "context_40mb_s": 7, "open_512_mib_each": 3,
-              "fresh_python_ms": 30}
-    bar = tqdm(total=sum(rounds.values()), desc="repl", leave=False, disable=None)
-
-    def timed(name: str, seconds: float, scale: float = 1e3) -> None:
-        samples.setdefault(name, []).append(seconds * scale)
-        bar.update()
+    samples = Samples("repl")
 
     async def start(name: str, context: str, scale: float) -> None:
         began = time.perf_counter()
         async with REPL(context, limits=limits) as one:
-            timed(name, time.perf_counter() - began, scale)
+            samples.add(name, (time.perf_counter() - began) * scale)
             assert (await one.execute("FINAL(len(context))")).final == len(context)
 
-    async def memory() -> None:
+    async def open_many(count: int) -> None:
         before = pss_mib(Handle.current.process.pid)
-        opened = []
-        try:
-            for _ in range(512):
-                opened.append(await REPL("", limits=limits).__aenter__())
-                await opened[-1].execute("x = 1")
-            timed("open_512_mib_each", (pss_mib(Handle.current.process.pid) - before) / 512, 1)
-        finally:
-            for one in opened:
-                await one.aclose()
-        await asyncio.sleep(1)  # for their processes to go
+        async with contextlib.AsyncExitStack() as opened:
+            for _ in range(count):
+                one = await opened.enter_async_context(REPL("", limits=limits))
+                await one.execute("x = 1")
+            taken = pss_mib(Handle.current.process.pid) - before
+            samples.add("open_512_mib_each", taken / count)
+        await asyncio.sleep(1)  # until their processes are gone
 
     async def measure() -> None:
-        async with REPL("", limits=limits) as one:  # starts the server, too
+        async with REPL("", limits=limits) as one:  # this starts the server, too
             for _ in range(100):
                 await one.execute("x = 1")
-            for _ in range(rounds["exec_ms"]):
+            for _ in range(2000):
                 began = time.perf_counter()
                 await one.execute("x = 1")
-                timed("exec_ms", time.perf_counter() - began)
-        for _ in range(rounds["start_ms"]):
+                samples.add("exec_ms", (time.perf_counter() - began) * 1e3)
+        for _ in range(300):
             await start("start_ms", "", 1e3)
-        for _ in range(rounds["context_40mb_s"]):
+        for _ in range(7):
             await start("context_40mb_s", "x" * (40 << 20), 1)
-        for _ in range(rounds["open_512_mib_each"]):
-            await memory()
+        for _ in range(REPEATS):
+            await open_many(512)
 
     asyncio.run(measure())
-    for _ in range(rounds["fresh_python_ms"]):
+    for _ in range(30):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
-        timed("fresh_python_ms", time.perf_counter() - began)
-    bar.close()
-    return {name: samples[name] for name in rounds}, f"sandbox {args.sandbox}"
+        samples.add("fresh_python_ms", (time.perf_counter() - began) * 1e3)
+    return samples, f"sandbox {args.sandbox}"
 
 
-def sampler(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
-    """The sampler, next to transformers and to the machine's limits. Random weights.
+def pss_mib(pid: int) -> float:
+    """Memory of a process and all below it. Pages that several share count once."""
+    total = 0
+    for member in family(pid):
+        try:
+            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
 
-    The tree load: 8 roots share a prompt of 1,000 tokens and take 3 turns; after its first turn
-    each waits for 4 children, which share a system prompt of 500 tokens and take 2 turns. A turn
-    samples 64 tokens, and 200 of observation follow. Temperature 1, no truncation, no stop ids.
 
-    tree_tokens_s, uniform_tokens_s      sampled tokens a second of the sampler: the tree load; 16
-                         prompts of 512 tokens with 64 sampled each. The cache starts empty.
-    hf_tree_tokens_s, hf_uniform_tokens_s   the same of transformers with the same weights: all
-                         nodes at the same turn are a wave, padded on the left. CPU: `generate`
-                         with SDPA; GPU: continuous batching, `generate_batch`.
-    tree_vs_transformers, uniform_vs_transformers     their ratio; both ran one after the other.
-    computed_tokens, minimum_tokens      positions computed on the tree load, and the distinct
-                         ones among those whose keys are needed: each computed once.
-    work_over_minimum    their ratio.
+# --- the sampler ---
 
-    On a GPU (shape of Qwen3-4B, bf16), as well:
-    decode_roofline_share at B     tokens a second of decode steps around 1k tokens of context,
-                         over B / (time to read weights and keys and values once at 4.3 TB/s).
-    prefill_matmul_share     flops of a prompt of 8,192 tokens a second, over those of a square
-                         matrix product of 8,192 in the same dtype.
-    greedy_agreement, logprob_gap     128 tokens after each of 8 prompts of 1,000: share of greedy
-                         tokens that a full forward pass ranks first, and the mean difference of
-                         their log-probabilities.
+def sampler(args: argparse.Namespace) -> tuple[Samples, str]:
+    """The sampler, beside transformers and the limits of the machine. Random weights.
+
+    The tree load: 8 roots with the same prompt of 1,000 tokens take 3 turns each. After its
+    first turn a root waits for 4 children of 2 turns, all with the same prompt of 500
+    tokens. A turn is 64 sampled tokens, and 200 of observation follow. The uniform load: 16
+    prompts of 512 tokens, one turn each. Temperature 1, no truncation, no stop ids.
+
+    tree_tokens_s, uniform_tokens_s: sampled tokens per second; the cache starts empty.
+    hf_tree_tokens_s, hf_uniform_tokens_s: the same of transformers with the same weights.
+        All nodes at the same turn are a batch. CPU: `generate` with SDPA, padded on the
+        left; GPU: `generate_batch`, continuous batching.
+    tree_vs_transformers, uniform_vs_transformers: their ratio; they run in turn.
+    computed_tokens: positions that the sampler computed on the tree load.
+    minimum_tokens: the least, each prefix whose keys are needed once.
+    work_over_minimum: their ratio.
+
+    On a GPU (the shape of Qwen3-4B, bf16) also:
+    decode_roofline_share at B: of B sequences of about 1,000 tokens, the time in which 4.3
+        TB/s read weights and cache once, over that of a decode step.
+    prefill_matmul_share: operations per second on a prompt of 8,192 tokens, over those of
+        the product of two square bf16 matrices of 8,192.
+    greedy_agreement: of 128 greedy tokens after each of 8 prompts of 1,000, the share that
+        a plain forward pass ranks first, too.
+    logprob_gap: the mean difference between the two log-probabilities of these tokens.
     """
-    import tempfile
-
-    import torch
     from transformers import AutoModelForCausalLM
 
-    from model import Qwen3, Qwen3Config
-    from sampler import Sampler
-
-    gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    if gpu:
-        config = Qwen3Config(vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
-                             num_hidden_layers=36, num_attention_heads=32,
-                             num_key_value_heads=8, head_dim=128)
-    else:
-        config = Qwen3Config(vocab_size=32_000, hidden_size=512, intermediate_size=1536,
-                             num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-                             head_dim=64)
+    device, dtype, config = "cpu", torch.float32, SMALL
+    if GPU:
+        device, dtype, config = "cuda", torch.bfloat16, QWEN3_4B
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3(config).to(dtype)
-    ours = Sampler(model, memory=0.25 if gpu else 3 << 30, batch=64)
+    ours = Sampler(model, memory=0.25 if GPU else 3 << 30, batch=64)
     with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
         theirs = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa").to(device)
-    samples: dict[str, list[float]] = {}
+    samples = Samples("sampler")
 
-    def record(name: str, value: float) -> None:
-        samples.setdefault(name, []).append(value)
-        bar.update()
+    def tokens_per_second(run, nodes: list[Talk]) -> float:
+        seconds = seconds_of(lambda: run(nodes))
+        return sum(node.turns * ANSWER for node in with_children(nodes)) / seconds
 
-    def timed(load, run) -> float:
-        """Tokens a second; all nodes of the load are new ones."""
-        nodes = load(config.vocab_size)
-        began = time.perf_counter()
-        run(nodes)
-        seconds = time.perf_counter() - began
-        return sum(node.turns * 64 for node in nodes for node in (node, *node.children)) / seconds
-
-    def sampled(nodes) -> None:
+    def sample(nodes: list[Talk]) -> None:
         ours.load(model)
         asyncio.run(converse(ours, nodes))
 
-    repeats = 3
-    bar = tqdm(total=8 * repeats, desc="sampler", leave=False, disable=None)
-    for load, name in ((uniform, "uniform"), (tree, "tree")):
-        if gpu:  # captures CUDA graphs
-            timed(load, sampled)
-        for _ in range(repeats):
+    def sample_theirs(nodes: list[Talk]) -> None:
+        converse_with_transformers(theirs, nodes)
+
+    for load, name in ((uniform_load, "uniform"), (tree_load, "tree")):
+        if GPU:  # the first time captures CUDA graphs
+            sample(load(config))
+        for _ in range(REPEATS):
             before = ours.stats["computed"]
-            nodes = load(config.vocab_size)
-            mine = timed(lambda _, nodes=nodes: nodes, sampled)
+            nodes = load(config)
+            rate = tokens_per_second(sample, nodes)
             computed = ours.stats["computed"] - before
-            record(f"{name}_tokens_s", mine)
-            peer = timed(load, lambda nodes: waves(theirs, nodes))
-            record(f"hf_{name}_tokens_s", peer)
-            record(f"{name}_vs_transformers", mine / peer)
-    rows = [node.ids for root in nodes for node in (root, *root.children)]
-    record("computed_tokens", computed)
-    record("minimum_tokens", distinct_positions(rows))
-    record("work_over_minimum", computed / distinct_positions(rows))
-    if gpu:
+            peer = tokens_per_second(sample_theirs, load(config))
+            samples.add(f"{name}_tokens_s", rate)
+            samples.add(f"hf_{name}_tokens_s", peer)
+            samples.add(f"{name}_vs_transformers", rate / peer)
+
+    least = distinct_prefixes([node.ids for node in with_children(nodes)])
+    samples.add("computed_tokens", computed)
+    samples.add("minimum_tokens", least)
+    samples.add("work_over_minimum", computed / least)
+    if GPU:
         del theirs
-        device_limits(ours, model, record)
-    bar.close()
-    threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name() if gpu else f"CPU with {threads} threads"
-    return samples, (f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f} M parameters, "
-                     f"{config.num_hidden_layers} layers, {dtype}, on {where}")
+        decode_rooflines(ours, model, samples)
+        prefill_share(ours, model, samples)
+        greedy_agreement(ours, model, samples)
+    return samples, described(model)
 
-
-def train(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
-    """The update, next to a plain transformers training step. Random weights, all of them trained.
-
-    An update is forward, loss, backward, clipping and AdamW (fused in both) over 8 rows; every
-    other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones 32 to 512,
-    spread evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, log-probabilities
-    of sampled tokens in chunks. transformers: 8 rows at a time, padded to the longest, the logits
-    of all tokens at once. Counted are the rows' own tokens.
-
-    equal_tokens_s, mixed_tokens_s       tokens a second of our update.
-    hf_equal_tokens_s, hf_mixed_tokens_s   the same of transformers.
-    update_vs_transformers, packed_vs_padded   their ratios on equal and on mixed rows; both ran
-                         one after the other.
-
-    On a GPU (shape of Qwen3-4B, rows of 4,096 tokens), as well; the figures above are a CPU's all
-    the same:
-    mfu                  flops of an update of all weights from 16 rows, over 989 TFLOP/s times its
-                         seconds, the optimizer's among them. Counted: 6 a weight and token (the
-                         head: a sampled token), and causal attention; not what is recomputed.
-    update_tokens_s, lora_tokens_s    tokens a second of it, and with adapters of rank 16.
-    peak_gib, lora_peak_gib   the most that was allocated; the latter with layers recomputed.
-    plan_over_peak, lora_plan_over_peak   what plan.py says without a sampler, over it.
-    step_sample_s, step_update_s, step_sync_s   a step of 128 trees with 4 children each (the load
-                         of `sampler`) and adapters: all trees, without REPLs; the update from all
-                         their nodes; the sampler's copy refreshed.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import grpo
-    from model import Qwen3, Qwen3Config
-
-    if torch.cuda.is_available():
-        config = Qwen3Config(vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
-                             num_hidden_layers=36, num_attention_heads=32,
-                             num_key_value_heads=8, head_dim=128)
-        on_gpu = device_updates(config, "cuda", row=4096, roots=128)
-    else:
-        on_gpu = {}
-    config = Qwen3Config(vocab_size=32_000, hidden_size=512, intermediate_size=1536,
-                         num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-                         head_dim=64)
-    torch.manual_seed(0)
-    ours = Qwen3(config)
-    raw = config.to_json(torch.float32)
-    theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(raw.pop("model_type"), **raw), attn_implementation="sdpa")
-    theirs.load_state_dict(ours.state_dict())
-    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=1e-6, fused=True) for m in (ours, theirs)}
-    loss_config = grpo.GRPOConfig()
-
-    def step(model) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizers[model].step()
-        optimizers[model].zero_grad(set_to_none=True)
-
-    def packed(rows) -> None:
-        for pack in grpo.micro_batches(rows, 2048):
-            t = grpo.collate(pack, "cpu")
-            new, entropies = ours.logprobs(t["ids"], t["mask"], t["lengths"])
-            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
-        step(ours)
-
-    def padded(rows) -> None:
-        for part in (rows[i:i + 8] for i in range(0, len(rows), 8)):
-            width = max(len(row.ids) for row in part)
-            ids, mask, real, old, weights = (
-                torch.tensor([value(row) + [0] * (width - len(row.ids)) for row in part])
-                for value in (lambda r: r.ids, lambda r: r.mask, lambda r: [1] * len(r.ids),
-                              lambda r: r.logprobs,
-                              lambda r: [r.weight * r.advantages[0]] * len(r.ids)))
-            logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
-            new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-            trust = (new.detach() - old[:, 1:]).exp().clamp(max=loss_config.gap_max)
-            ratio = (new - new.detach()).exp()
-            (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
-        step(theirs)
-
-    samples: dict[str, list[float]] = {}
-    rng = random.Random(0)
-    mixed = [round(32 * 16 ** (i / 7)) for i in range(8)]
-    rng.shuffle(mixed)
-    repeats = 3
-    bar = tqdm(total=4 * repeats, desc="train", leave=False, disable=None)
-    for name, lengths, ratio in (("equal", [256] * 8, "update_vs_transformers"),
-                                 ("mixed", mixed, "packed_vs_padded")):
-        rows = []
-        for n in lengths:
-            mask = [i // 64 % 2 for i in range(n - 1)] + [1]
-            rows.append(grpo.Row([rng.randrange(config.vocab_size) for _ in mask], mask,
-                                 [-10.0 * m for m in mask],
-                                 [rng.choice([-1.0, 1.0])] * sum(mask), 1e-3))
-        for repeat in range(repeats + 1):  # the first is not counted
-            rates = []
-            for label, update in ((name, packed), (f"hf_{name}", padded)):
-                began = time.perf_counter()
-                update(rows)
-                rates.append(sum(lengths) / (time.perf_counter() - began))
-                if repeat:
-                    samples.setdefault(f"{label}_tokens_s", []).append(rates[-1])
-                    bar.update()
-            if repeat:
-                samples.setdefault(ratio, []).append(rates[0] / rates[1])
-    bar.close()
-    threads = torch.get_num_threads()
-    samples |= on_gpu
-    return samples, (f"{sum(p.numel() for p in ours.parameters()) / 1e6:,.0f} M parameters, "
-                     f"{config.num_hidden_layers} layers, float32, on CPU with {threads} threads")
-
-
-BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train}
-
-
-# --- loads for the sampler -------------------------------------------------------------------
 
 class Talk:
-    """A node of a load: what it starts with, how many turns it takes, who it waits for."""
+    """A node of a load: its tokens so far, how many turns it takes, who it waits for."""
 
-    def __init__(self, ids: list[int], turns: int, seed: str, vocabulary: int, children=()):
-        self.ids, self.turns, self.children = list(ids), turns, list(children)
-        rng = random.Random(seed)
-        self.observations = [[rng.randrange(vocabulary) for _ in range(200)]
-                             for _ in range(turns - 1)]
-        self.key = seed
+    def __init__(self, ids: list[int], turns: int, key: str, config: Qwen3Config):
+        self.ids, self.turns, self.key, self.children = list(ids), turns, key, []
+        rng = random.Random(key)
+        self.observations = [random_ids(rng, OBSERVATION, config) for _ in range(turns)]
 
-    def add(self, turn: int, new: list[int]) -> None:
-        self.ids += new
+    def add(self, turn: int, sampled: list[int]) -> None:
+        assert len(sampled) == ANSWER
+        self.ids += sampled
         if turn + 1 < self.turns:
             self.ids += self.observations[turn]
 
 
-def tree(vocabulary: int) -> list[Talk]:
-    rng = random.Random(0)
-    prompt, system = ([rng.randrange(vocabulary) for _ in range(n)] for n in (1000, 500))
-    return [Talk(prompt, 3, f"{i}", vocabulary,
-                 [Talk(system, 2, f"{i}.{j}", vocabulary) for j in range(4)]) for i in range(8)]
+def random_ids(rng: random.Random, count: int, config: Qwen3Config) -> list[int]:
+    return [rng.randrange(config.vocab_size) for _ in range(count)]
 
 
-def uniform(vocabulary: int) -> list[Talk]:
+def tree_load(config: Qwen3Config, roots: int = 8, seed: int = 0) -> list[Talk]:
+    """8 roots per prompt."""
+    rng, nodes = random.Random(seed), []
+    system = random_ids(rng, 500, config)
+    for i in range(roots):
+        if i % 8 == 0:
+            prompt = random_ids(rng, 1000, config)
+        nodes.append(Talk(prompt, 3, f"{seed}.{i}", config))
+        nodes[-1].children = [Talk(system, 2, f"{seed}.{i}.{j}", config) for j in range(4)]
+    return nodes
+
+
+def uniform_load(config: Qwen3Config) -> list[Talk]:
     rng = random.Random(1)
-    return [Talk([rng.randrange(vocabulary) for _ in range(512)], 1, f"{i}", vocabulary)
-            for i in range(16)]
+    return [Talk(random_ids(rng, 512, config), 1, str(i), config) for i in range(16)]
+
+
+def with_children(nodes: list[Talk]) -> list[Talk]:
+    return [node for root in nodes for node in (root, *root.children)]
 
 
 async def converse(sampler, nodes: list[Talk]) -> None:
-    """Every node a coroutine, as in a rollout."""
+    """Every node is a coroutine, as in a rollout."""
     async def run(node: Talk) -> None:
         for turn in range(node.turns):
-            done = await sampler.generate(node.ids, 64, key=(node.key, turn))
+            done = await sampler.generate(node.ids, ANSWER, key=(node.key, turn))
             node.add(turn, list(done.ids))
             if turn == 0:
                 await asyncio.gather(*(run(child) for child in node.children))
@@ -342,279 +261,329 @@ async def converse(sampler, nodes: list[Talk]) -> None:
     await asyncio.gather(*(run(node) for node in nodes))
 
 
-def waves(model, nodes: list[Talk]) -> None:
-    """The same by transformers: first turns, then all children's, then what is left."""
+def converse_with_transformers(model, nodes: list[Talk]) -> None:
+    """The same in batches: first turns, then those of all children, then the others."""
     children = [child for node in nodes for child in node.children]
-    wave(model, nodes, 0)
-    for turn in range(2 if children else 0):
-        wave(model, children, turn)
-    for turn in range(1, nodes[0].turns):
-        wave(model, nodes, turn)
+    batches = [(nodes, 0)]
+    if children:
+        batches += [(children, 0), (children, 1)]
+    batches += [(nodes, turn) for turn in range(1, nodes[0].turns)]
+    for batch, turn in batches:
+        sampled = generate_with_transformers(model, [node.ids for node in batch])
+        for node, ids in zip(batch, sampled, strict=True):
+            node.add(turn, ids)
 
 
-def wave(model, nodes: list[Talk], turn: int) -> None:
-    import torch
+def generate_with_transformers(model, rows: list[list[int]]) -> list[list[int]]:
     from transformers import GenerationConfig
 
-    how = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
-                           max_new_tokens=64, min_new_tokens=64, eos_token_id=None)
-    rows = [node.ids for node in nodes]
+    config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
+        max_new_tokens=ANSWER, min_new_tokens=ANSWER, eos_token_id=None)
     if model.device.type == "cuda":
-        done = model.generate_batch(rows, generation_config=how)
-        order = sorted(done, key=lambda name: int(name.rpartition("_")[2]))
-        new = [done[name].generated_tokens for name in order]
-    else:
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, generation_config=how)
-        new = out[:, width:].tolist()
-    for node, ids in zip(nodes, new, strict=True):
-        assert len(ids) == 64
-        node.add(turn, ids)
+        done = model.generate_batch(rows, generation_config=config)
+        in_order = sorted(done, key=lambda name: int(name.rpartition("_")[2]))
+        return [done[name].generated_tokens for name in in_order]
+
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])  # B T
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])  # B T
+    with torch.inference_mode():
+        done = model.generate(ids, attention_mask=mask, generation_config=config)
+    return done[:, width:].tolist()
 
 
-def distinct_positions(rows: list[list[int]]) -> int:
-    """Prefixes that have to be computed: the last token of a row is never fed."""
+def distinct_prefixes(rows: list[list[int]]) -> int:
+    """Prefixes that have to be computed. The last token of a row is never an input."""
     seen = set()
     for row in rows:
-        chain = 0
+        prefix = 0
         for token in row[:-1]:
-            chain = hash((chain, token))
-            seen.add(chain)
+            prefix = hash((prefix, token))
+            seen.add(prefix)
     return len(seen)
 
 
-def device_limits(sampler, model, record) -> None:
-    """The figures of `sampler` that only a GPU has."""
-    import torch
+def generate_all(sampler: Sampler, rows: list[list[int]], tokens: int, **options) -> list:
+    async def gather():
+        calls = [sampler.generate(row, tokens, key=(i,), **options)
+                 for i, row in enumerate(rows)]
+        return await asyncio.gather(*calls)
 
-    c = model.config
-    rng = random.Random(2)
-    weights = sum(p.numel() for p in model.parameters())  # tied: the embedding is read as lm_head
-    token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2  # bytes
+    return asyncio.run(gather())
 
-    def prompts(n: int, length: int) -> list[list[int]]:
-        return [[rng.randrange(c.vocab_size) for _ in range(length)] for _ in range(n)]
 
-    def generate(rows: list[list[int]], n: int, **options):
-        async def all_rows():
-            return await asyncio.gather(*(sampler.generate(row, n, key=(i,), **options)
-                                          for i, row in enumerate(rows)))
-        return asyncio.run(all_rows())
-
+def decode_rooflines(sampler, model, samples: Samples) -> None:
+    config, rng = model.config, random.Random(2)
+    weights = sum(w.numel() for w in model.parameters())  # a tied table is read as the head
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     for batch in (1, 16, 64):
-        for repeat in range(4):
+        for repeat in range(REPEATS + 1):
             sampler.load(model)
-            rows = prompts(batch, 960)
-            generate(rows, 1)  # so that what follows are decode steps
+            rows = [random_ids(rng, 960, config) for _ in range(batch)]
+            generate_all(sampler, rows, 1)  # fills the cache: only decode steps follow
             before = dict(sampler.stats)
-            generate(rows, 128)
-            steps = sampler.stats["steps"] - before["steps"] - 1  # one has prompts' last tokens
+            generate_all(sampler, rows, 128)
+            steps = sampler.stats["steps"] - before["steps"] - 1  # the first is a prefill
             seconds = sampler.stats["decode"] - before["decode"]
-            least = (2 * weights + batch * 1024 * token) / 4.3e12
-            if repeat:  # the first captures the graph
-                record(f"decode_roofline_share at {batch}", least * steps / seconds)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for repeat in range(4):
+            least = 2 * (weights + batch * 1024 * cached) / 4.3e12  # 2 bytes per number
+            if repeat:  # the first captures the CUDA graph
+                samples.add(f"decode_roofline_share at {batch}", least * steps / seconds)
+
+
+def prefill_share(sampler, model, samples: Samples) -> None:
+    config, rng, size = model.config, random.Random(3), 8192
+    weights = sum(w.numel() for w in model.parameters())
+    layers = weights - config.vocab_size * config.hidden_size  # logits are for one token
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    flops = 2 * layers * size + 2 * size ** 2 * width
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    for repeat in range(REPEATS + 1):
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(20):
-            a @ a
-        torch.cuda.synchronize()
-        rate = 20 * 2 * 8192 ** 3 / (time.perf_counter() - began)
-        row = prompts(1, 8192)
-        began = time.perf_counter()
-        generate(row, 1)
-        seconds = time.perf_counter() - began
-        flops = 2 * (weights - c.vocab_size * c.hidden_size) * 8192  # logits for one token only
-        flops += 2 * 8192 ** 2 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+        product = seconds_of(lambda: [a @ a for _ in range(20)]) / 20
+        row = random_ids(rng, size, config)
+        prefill = seconds_of(lambda: generate_all(sampler, [row], 1))
         if repeat:
-            record("prefill_matmul_share", flops / seconds / rate)
-    agree = gap = total = 0
-    rows = prompts(8, 1000)
-    for row, done in zip(rows, generate(rows, 128, temperature=0)):
+            samples.add("prefill_matmul_share", flops / prefill / (2 * size ** 3 / product))
+
+
+def greedy_agreement(sampler, model, samples: Samples) -> None:
+    rng = random.Random(4)
+    rows = [random_ids(rng, 1000, model.config.vocab_size) for _ in range(8)]
+    agree, gaps = [], []
+    for row, done in zip(rows, generate_all(sampler, rows, 128, temperature=0)):
         with torch.inference_mode():
-            ids = torch.tensor([row + list(done.ids)], device="cuda")
-            logits = model.lm_head(model.hidden(ids)[0, 999:-1]).float()
-        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1000:, None])[:, 0].tolist()
-        agree += (logits.argmax(-1) == ids[0, 1000:]).sum().item()
-        gap += sum(abs(x - y) for x, y in zip(logprobs, done.logprobs))
-        total += len(logprobs)
-    record("greedy_agreement", agree / total)
-    record("logprob_gap", gap / total)
+            ids = torch.tensor([row + list(done.ids)], device=model.device)  # 1 T
+            logits = model.lm_head(model.hidden(ids)[0, 999:-1]).float()  # N V
+            logprobs = logits.log_softmax(-1).gather(1, ids[0, 1000:, None])[:, 0]  # N
+        agree += (logits.argmax(-1) == ids[0, 1000:]).tolist()
+        gaps += [abs(x - y) for x, y in zip(logprobs.tolist(), done.logprobs)]
+    samples.add("greedy_agreement", statistics.mean(agree))
+    samples.add("logprob_gap", statistics.mean(gaps))
 
 
-def device_updates(config, device: str, row: int, roots: int) -> dict[str, list[float]]:
+# --- the update ---
+
+def train(args: argparse.Namespace) -> tuple[Samples, str]:
+    """The update, beside a plain transformers training step. Random weights, all trained.
+
+    An update is forward, loss, backward, clipping and AdamW (fused in both) over 8 rows.
+    Every other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones
+    32 to 512, evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, logits
+    of sampled tokens only, in chunks. transformers: 8 rows padded to the longest, logits of
+    all tokens at once. Only the rows' own tokens count.
+
+    equal_tokens_s, mixed_tokens_s: tokens per second of our update.
+    hf_equal_tokens_s, hf_mixed_tokens_s: the same of transformers.
+    update_vs_transformers, packed_vs_padded: their ratio on equal and on mixed rows;
+        they run one by one, in turn.
+
+    The figures above are the CPU's even on a GPU. There also, with the shape of Qwen3-4B
+    and 16 rows of 4,096 tokens:
+    mfu: operations of an update of all weights, over 989 TFLOP/s times its seconds, the
+        optimizer's included. Counted are 6 per weight and token (of the head: per sampled
+        token) and causal attention, but nothing that is computed again.
+    update_tokens_s, lora_tokens_s: tokens per second of it; and with adapters of rank 16.
+    peak_gib, lora_peak_gib: the most memory allocated; adapters with layers recomputed.
+    plan_over_peak, lora_plan_over_peak: what runtime/plan.py says, no sampler, over it.
+    step_sample_s, step_update_s, step_sync_s: a step of 128 trees of the tree load, with
+        adapters: sampling without REPLs; the update from all nodes; the sampler's copy.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    samples, config = Samples("train"), SMALL
+    if GPU:
+        gpu_updates(QWEN3_4B, samples, row_tokens=4096, roots=128)
+    torch.manual_seed(0)
+    ours = Qwen3(config)
+    raw = config.to_json(torch.float32)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(raw.pop("model_type"), **raw), attn_implementation="sdpa")
+    theirs.load_state_dict(ours.state_dict())
+    our_optimizer, their_optimizer = adamw(ours), adamw(theirs)
+
+    def padded(rows: list[grpo.Row]) -> None:
+        """The same loss of one update on a batch of 8 padded rows."""
+        width = max(len(row.ids) for row in rows)
+
+        def batch(values) -> torch.Tensor:  # B T
+            padding = [[0] * (width - len(row.ids)) for row in rows]
+            return torch.tensor([values(row) + zeros for row, zeros in zip(rows, padding)])
+
+        ids, mask = batch(lambda row: row.ids), batch(lambda row: row.mask)
+        real = batch(lambda row: [1] * len(row.ids))
+        old = batch(lambda row: row.logprobs)
+        weights = batch(lambda row: [row.weight * row.advantages[0]] * len(row.ids))
+
+        logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
+        new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
+        trust = (new.detach() - old[:, 1:]).exp().clamp(max=grpo.GAP_MAX)
+        ratio = (new - new.detach()).exp()
+        (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
+        optimizer_step(theirs, their_optimizer)
+
+    rng = random.Random(0)
+    mixed = [round(32 * 16 ** (i / 7)) for i in range(8)]
+    rng.shuffle(mixed)
+    for name, lengths, ratio in (("equal", [256] * 8, "update_vs_transformers"),
+                                 ("mixed", mixed, "packed_vs_padded")):
+        rows = [make_row(random_ids(rng, n, config), rng.choice([-1, 1])) for n in lengths]
+        for repeat in range(REPEATS + 1):
+            seconds = seconds_of(lambda: update(ours, our_optimizer, rows, 2048))
+            peer = seconds_of(lambda: padded(rows))
+            if repeat:  # the first does not count
+                samples.add(f"{name}_tokens_s", sum(lengths) / seconds)
+                samples.add(f"hf_{name}_tokens_s", sum(lengths) / peer)
+                samples.add(ratio, peer / seconds)
+    return samples, described(ours)
+
+
+def make_row(ids: list[int], advantage: float = 1.0) -> grpo.Row:
+    mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
+    logprobs = [-10.0 * sampled for sampled in mask]
+    return grpo.Row(ids, mask, logprobs, [advantage] * sum(mask), 1e-3)
+
+
+def adamw(model):
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+
+def optimizer_step(model, optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def update(model, optimizer, rows: list, max_tokens: int) -> None:
+    config = grpo.GRPOConfig()
+    for rows_of_pack in grpo.micro_batches(rows, max_tokens):
+        pack = grpo.collate(rows_of_pack, model.device)
+        logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+        grpo.policy_loss(logprobs, entropies, pack, config)[0].backward()
+    optimizer_step(model, optimizer)
+
+
+def gpu_updates(config: Qwen3Config, samples: Samples, row_tokens: int, roots: int) -> None:
     """The figures of `train` that only a GPU has."""
-    import torch
-
-    import grpo
-    from runtime import parallel
-    from model import Qwen3
-    from runtime.plan import GIB, Plan
-    from sampler import Sampler
-
     parallel.World()
-    rng, samples = random.Random(0), {}
-    loss_config = grpo.GRPOConfig()
-
-    def record(name: str, value: float) -> None:
-        samples.setdefault(name, []).append(value)
-
-    def seconds(run) -> float:
-        began = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def make_row(ids: list[int]) -> grpo.Row:
-        mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
-        return grpo.Row(ids, mask, [-12.0 * m for m in mask], [1.0] * sum(mask), 1e-4)
-
-    def make(rank: int):
-        with torch.device("meta"):
-            model = Qwen3(config)
-        model.to(torch.bfloat16 if rank else torch.float32)
-        if not rank:  # frozen weights are bfloat16 as they are
-            parallel.shard(model)
-        model.to_empty(device=device)
-        if config.tie_word_embeddings:
-            model.lm_head.weight = model.model["embed_tokens"].weight
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
-        if rank:
-            model.add_lora(rank, 32.0)
-        model.recompute = rank > 0
-        return model, torch.optim.AdamW([w for w in model.parameters() if w.requires_grad],
-                                        lr=1e-6, fused=True)
-
-    def update(model, optimizer, rows) -> None:
-        for pack in grpo.micro_batches(rows, row):
-            t = grpo.collate(pack, device)
-            new, entropies = model.logprobs(t["ids"], t["mask"], t["lengths"])
-            grpo.policy_loss(new, entropies, t, loss_config)[0].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    rows = [make_row([rng.randrange(config.vocab_size) for _ in range(row)]) for _ in range(16)]
-    table = config.vocab_size * config.hidden_size
-    flops = 0
+    rng = random.Random(0)
+    rows = [make_row(random_ids(rng, row_tokens, config)) for _ in range(16)]
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     for rank, name, rate in ((0, "", "update_tokens_s"), (16, "lora_", "lora_tokens_s")):
-        plan = Plan(config, row, row, rank, 2, rank > 0, 0, compute=2)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        model, optimizer = make(rank)
-        flops = flops or sum(
-            6 * len(r.ids) * (plan.parameters[0] - table) + 6 * sum(r.mask) * table
-            + 6 * len(r.ids) ** 2 * config.num_hidden_layers * config.num_attention_heads
-            * config.head_dim for r in rows)
-        for repeat in range(4):
-            took = seconds(lambda: update(model, optimizer, rows))
+        plan = Plan(config, row_tokens, row_tokens, rank, 2, rank > 0, 0, compute=2)
+        layers = plan.parameters[0] - plan.table_parameters
+        head = config.vocab_size * config.hidden_size
+        flops = sum(6 * len(row.ids) * layers + 6 * sum(row.mask) * head
+                    + 6 * len(row.ids) ** 2 * width for row in rows)
+
+        torch.cuda.reset_peak_memory_stats()
+        model = gpu_model(config, rank)
+        optimizer = adamw(model)
+        for repeat in range(REPEATS + 1):
+            seconds = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
             if repeat:
-                record(rate, 16 * row / took)
-                if not rank:
-                    record("mfu", flops / took / 989e12)
-        peak = torch.cuda.max_memory_allocated()
-        record(f"{name}peak_gib", peak / GIB)
-        record(f"{name}plan_over_peak", sum(plan.need(sampling=False).values()) / max(1, peak))
-        if not rank:
-            del model, optimizer
-    ours = Sampler(model, memory=0.5 if torch.cuda.is_available() else 1 << 30, batch=96)
-    for repeat in range(4):
-        prompts = [[rng.randrange(config.vocab_size) for _ in range(1000)]
-                   for _ in range(-(-roots // 8))]
-        nodes = [Talk(prompts[i // 8], 3, f"{repeat}.{i}", config.vocab_size,
-                      [Talk(range(500), 2, f"{repeat}.{i}.{j}", config.vocab_size)
-                       for j in range(4)]) for i in range(roots)]
-        sync = seconds(lambda: ours.load(model))
-        sample = seconds(lambda: asyncio.run(converse(ours, nodes)))
-        grown = [make_row(node.ids) for root in nodes for node in (root, *root.children)]
-        learn = seconds(lambda: update(model, optimizer, grown))
+                samples.add(rate, len(rows) * row_tokens / seconds)
+                if rank == 0:
+                    samples.add("mfu", flops / seconds / 989e12)
+        peak, planned = torch.cuda.max_memory_allocated(), plan.need(sampling=False)
+        samples.add(f"{name}peak_gib", peak / GIB)
+        samples.add(f"{name}plan_over_peak", sum(planned.values()) / peak)
+        if rank == 0:
+            del model, optimizer  # before the next one is made
+
+    ours = Sampler(model, memory=0.5, batch=96)
+    for repeat in range(REPEATS + 1):
+        nodes = tree_load(config, roots, seed=repeat)
+        sync = seconds_of(lambda: ours.load(model))
+        sample = seconds_of(lambda: asyncio.run(converse(ours, nodes)))
+        rows = [make_row(node.ids) for node in with_children(nodes)]
+        learn = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
         if repeat:
-            record("step_sample_s", sample)
-            record("step_update_s", learn)
-            record("step_sync_s", sync)
-    return samples
+            samples.add("step_sample_s", sample)
+            samples.add("step_update_s", learn)
+            samples.add("step_sync_s", sync)
 
 
-# --- helpers ---------------------------------------------------------------------------------
+def gpu_model(config: Qwen3Config, rank: int) -> Qwen3:
+    """Random weights: float32 and sharded; or with adapters, bfloat16 and frozen."""
+    with torch.device("meta"):
+        model = Qwen3(config)
+    model.to(torch.bfloat16 if rank else torch.float32)
+    if rank == 0:
+        parallel.shard(model)
+    model.to_empty(device="cuda")
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model["embed_tokens"].weight
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
+    if rank:
+        model.add_lora(rank, 32.0)
+        model.recompute = True
+    return model
 
 
-def pss_mib(pid: int) -> float:
-    """Memory of a process and all below it, pages that several share counted once."""
-    parents = {}
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            parents[int(process)] = int(stat[1])
-        except OSError:  # it ended meanwhile
-            pass
-    family = {pid}
-    while more := {p for p, parent in parents.items() if parent in family} - family:
-        family |= more
-    total = 0
-    for member in family:
-        try:
-            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+# --- the table ---
+
+def described(model: Qwen3) -> str:
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    where = f"CPU with {torch.get_num_threads()} threads"
+    if model.device.type == "cuda":
+        where = torch.cuda.get_device_name()
+    return (f"{millions:,.0f} M parameters, {model.config.num_hidden_layers} layers, "
+            f"{model.lm_head.weight.dtype}, on {where}")
 
 
 def machine() -> str:
     """One line on what this runs on."""
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-        model = next(line.split(":", 1)[1].strip() for line in info.splitlines()
-                     if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0))
-    load = os.getloadavg()[0]
-    return (f"{model}, {cores} cores, {platform.system()} {platform.release()}, Python "
-            f"{platform.python_version()}, load {load:.1f}")
+    name = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+    return (f"{name}, {len(os.sched_getaffinity(0))} cores, {platform.system()} "
+            f"{platform.release()}, Python {platform.python_version()}, load "
+            f"{os.getloadavg()[0]:.1f}")
 
 
-def main() -> int:
+BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, function in BENCHMARKS.items():
         first, _, more = function.__doc__.partition("\n\n")
         sub = names.add_parser(name, help=first, description=first, epilog=more,
                                formatter_class=argparse.RawDescriptionHelpFormatter)
-        sub.add_argument("--json", metavar="FILE", default=None,
-                         help="write the figures there as well (default: not written)")
+        sub.add_argument("--json", metavar="FILE", help="write the figures there, too")
         if name == "repl":
-            sub.add_argument("--sandbox", choices=("require", "auto", "off"), default="auto",
-                             help="isolation of the REPLs (default: auto)")
+            sub.add_argument("--sandbox", choices=["auto", "require", "off"],
+                             default="auto", help="isolation of the REPLs (default auto)")
     args = parser.parse_args()
 
     where = machine()
     samples, how = BENCHMARKS[args.name](args)
-    print(f"{args.name}: {how}\non {where}\n\n{'':28}{'median':>10}{'quartiles':>20}{'n':>7}")
-    report = {"benchmark": args.name, "how": how, "machine": where, "quartiles": {}, "n": {}}
+    samples.bar.close()
+    print(f"{args.name}: {how}\non {where}\n")
+    print(f"{'':28}{'median':>10}{'quartiles':>20}{'n':>7}")
+    report = {"benchmark": args.name, "how": how, "machine": where}
+    report |= {"quartiles": {}, "n": {}}
     for name, values in samples.items():
-        low, middle, high = (statistics.quantiles(values, n=4, method="inclusive")
-                             if len(values) > 1 else values * 3)
-        head, _, at = name.partition(" at ")
+        low = middle = high = values[0]
+        if len(values) > 1:
+            low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        figure, _, at = name.partition(" at ")
         if at:
-            report.setdefault(head, {})[at] = middle
+            report.setdefault(figure, {})[at] = middle
         else:
-            report[name] = middle
+            report[figure] = middle
         report["quartiles"][name] = [low, high]
         report["n"][name] = len(values)
-        quartiles = f"{low:.3g} to {high:.3g}"
-        print(f"{name:28}{middle:>10.3g}{quartiles:>20}{len(values):>7}")
+        print(f"{name:28}{middle:>10.3g}{f'{low:.3g} to {high:.3g}':>20}{len(values):>7}")
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+        write_json(args.json, report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
