@@ -1,26 +1,29 @@
-"""Ablations: `python train.py --ablation NAME`, a named set of configurations over three seeds.
+"""A set of configurations over seeds: `python -m lab.ablation core|more --out DIR`.
 
-The configurations of a seed start from one warm-up, see the same questions and sample the same
-number of tokens; only the flags in SETS differ. Each is a run of train.py in a directory of its own
-under --out, so what was interrupted goes on where it was, and what is finished is not run again.
-After every run the results are written to OUT/NAME.json and NAME.md, and drawn as NAME.svg; those
-of the README are in ablations/.
+All configurations of a seed start from one warm-up, see the same questions and sample the
+same number of tokens; only the flags in SETS differ. Each is a run of train.py in its own
+directory under DIR. What was interrupted is continued, and what is finished is not run
+again. After every run the results are written to DIR/SET.json and SET.md, and drawn as
+SET.svg; those of the documentation are in lab/results/.
 
-The interval of a mean over seeds, and of a difference to the set's first configuration (paired, on
-the same seeds), is Student's at 95 %. Left out: a search for the best value of anything.
+The interval of a mean over seeds is Student's at 95 %. So is that of a difference to the
+set's first configuration, which is paired by seed. Left out: a search for the best value.
 """
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 from lab import chart
-from tree import write_text
+from runtime.files import read_json, write_text
 
+TRAIN = str(Path(__file__).resolve().parent.parent / "train.py")
 SEEDS = (0, 1, 2)
 TOKENS = 170_000  # sampled in GRPO by each run, about 30 steps of the tiny setting
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile for so many seeds
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile for this many seeds
 SETS = {
     "core": {
         "default": "",
@@ -35,18 +38,17 @@ SETS = {
     },
     "more": {
         "default": "",
-        "half own score": "--own 0.5",
-        "own score alone": "--own 1",
+        "half own score": "--objective half_own",
+        "own score alone": "--objective own",
         "LoRA 1": "--lora-rank 1 --lr 5e-3",
         "LoRA 16": "--lora-rank 16 --lr 5e-3",
         "DPO": "--objective dpo",
         "unbiased: summed, no std": "--children sum --std off",
         "1/|y|, no std": "--length sequence --std off",
-        "one child drawn": "--children one",
-        "process reward 0.2": "--process 0.2",
+        "one child drawn": "--objective one_child",
+        "process reward 0.2": "--objective process",
         "KL 0.01": "--kl 0.01",
         "two updates, clip 0.28": "--updates 2 --clip-high 0.28",
-        "resampled": "--resample 2",
     },
 }
 
@@ -54,21 +56,19 @@ SETS = {
 def run(name: str, out: str) -> None:
     """Run what is missing of a set, seed by seed, and print its table.
 
-    Raises ValueError for an unknown name, and if a finished run had other flags; RuntimeError if a
-    run fails."""
-    if name not in SETS:
-        raise ValueError(f"--ablation is {name!r}; there are {', '.join(SETS)}")
+    Raises ValueError if a finished run had other flags, and RuntimeError if a run fails."""
     for seed in SEEDS:
         warmup = os.path.join(out, f"warmup-{seed}")
         if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
             train(warmup, f"--seed {seed} --steps 0 --heldout 8")
+
         for label, flags in SETS[name].items():
             path = run_path(out, label, seed)
-            if os.path.exists(os.path.join(path, "result.json")):
-                same(path, flags)
+            if is_finished(path):
+                check_flags(path, flags)
             else:
-                train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 --steps 1000 "
-                            f"--tokens {TOKENS} {flags}")
+                train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 "
+                            f"--steps 1000 --tokens {TOKENS} {flags}")
             report(name, out)
     print(table(json_rows(name, out)))
 
@@ -78,47 +78,54 @@ def run_path(out: str, label: str, seed: int) -> str:
     return os.path.join(out, f"{plain}-{seed}")
 
 
-def same(path: str, flags: str) -> None:
-    with open(os.path.join(path, "result.json"), encoding="utf-8") as file:
-        had = json.load(file)["flags"]
+def is_finished(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "result.json"))
+
+
+def check_flags(path: str, flags: str) -> None:
+    """Raises ValueError if the finished run had other values of these flags."""
+    had = read_json(os.path.join(path, "result.json"))["flags"]
     words = flags.split()
     for name, value in zip(words[::2], words[1::2]):
         name = name.strip("-").replace("-", "_")
-        if had[name] != type(had[name])(value):
-            raise ValueError(f"{path} was run with {name} {had[name]}, not {value}: remove it")
+        if had.get(name) is None or had[name] != type(had[name])(value):
+            raise ValueError(f"{path} was run with {name} {had.get(name)}, not {value}: "
+                             "remove it")
 
 
 def train(path: str, flags: str) -> None:
     print(f"{path}: {flags}", flush=True)
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), "train.py"), "--out", path,
-               "--resume", *flags.split()]
+    command = [sys.executable, TRAIN, "--out", path, "--resume", *flags.split()]
     os.makedirs(path, exist_ok=True)
     with open(os.path.join(path, "train.log"), "a", encoding="utf-8") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     if status:
-        raise RuntimeError(f"{path}: the run failed with exit status {status}, see its train.log")
+        raise RuntimeError(f"{path}: exit status {status}, see its train.log")
 
 
 def report(name: str, out: str) -> None:
-    """Write OUT/NAME.json, .md and .svg from the runs that are finished."""
+    """Write DIR/SET.json, SET.md and SET.svg from the runs that are finished."""
     rows = json_rows(name, out)
-    path, command = os.path.join(out, name), f"python train.py --ablation {name}"
-    write_text(f"{path}.json", json.dumps({"command": command, "tokens": TOKENS, "rows": rows}))
+    path, command = os.path.join(out, name), f"python -m lab.ablation {name}"
+    scores = {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows}
+    title = f"Held-out F1 after {TOKENS:,} sampled tokens, one dot per seed"
+
+    results = {"command": command, "tokens": TOKENS, "rows": rows}
+    write_text(f"{path}.json", json.dumps(results))
     write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
-    write_text(f"{path}.svg", chart.dots(
-        {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows},
-        f"Held-out F1 after {TOKENS:,} sampled tokens, one dot a seed"))
+    write_text(f"{path}.svg", chart.dots(scores, title))
 
 
 def json_rows(name: str, out: str) -> list[dict]:
-    """One row a configuration with all its finished runs, in the order of the set."""
+    """One row per configuration with all its finished runs, in the order of the set."""
     rows = []
     for label, flags in SETS[name].items():
-        runs = [read(run_path(out, label, seed)) for seed in SEEDS
-                if os.path.exists(os.path.join(run_path(out, label, seed), "result.json"))]
+        paths = [run_path(out, label, seed) for seed in SEEDS]
+        runs = [read(path) for path in paths if is_finished(path)]
         if runs:
-            rows.append({"name": label, "flags": flags, "runs": runs,
-                         "mean": mean([r["heldout_final"] for r in runs])})
+            scores = [r["heldout_final"] for r in runs]
+            rows.append({"name": label, "flags": flags, "runs": runs, "mean": mean(scores)})
+
     first = {r["seed"]: r["heldout_final"] for r in rows[0]["runs"]} if rows else {}
     for row in rows:
         row["difference"] = mean([r["heldout_final"] - first[r["seed"]] for r in row["runs"]
@@ -127,16 +134,17 @@ def json_rows(name: str, out: str) -> list[dict]:
 
 
 def read(path: str) -> dict:
-    """What the table keeps of a run."""
-    with open(os.path.join(path, "result.json"), encoding="utf-8") as file:
-        result = json.load(file)
+    """What the results keep of a run: its scores, and some metrics of each step."""
+    result = read_json(os.path.join(path, "result.json"))
     with open(os.path.join(path, "metrics.jsonl"), encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
-    steps = {m["step"]: m for m in lines if m["phase"] == "grpo"}
-    kept = {k: result[k] for k in ("seed", "heldout_warmup", "heldout_final", "heldout_4x",
-                                   "sampled_tokens", "seconds")}
+    steps = {line["step"]: line for line in lines if line["phase"] == "grpo"}
+    steps = [steps[number] for number in sorted(steps)]
+
+    kept = {key: result[key] for key in ("seed", "heldout_warmup", "heldout_final",
+                                         "heldout_4x", "sampled_tokens", "seconds")}
     for key in ("reward", "entropy", "tokens_worse", "tokens_better", "own_correlation"):
-        kept[key] = [m[key] and round(m[key], 3) for _, m in sorted(steps.items())]
+        kept[key] = [step[key] and round(step[key], 3) for step in steps]
     return kept
 
 
@@ -148,7 +156,7 @@ def mean(values: list[float]) -> list[float] | None:
     if n == 1:
         return [round(middle, 4), None, None]
     error = STUDENT[n] * statistics.stdev(values) / n ** 0.5
-    return [round(v, 4) for v in (middle, middle - error, middle + error)]
+    return [round(value, 4) for value in (middle, middle - error, middle + error)]
 
 
 def table(rows: list[dict]) -> str:
@@ -157,12 +165,30 @@ def table(rows: list[dict]) -> str:
         ends = f" [{low:+.3f}, {high:+.3f}]" if low is not None else ""
         return "" if middle is None else f"{middle:+.3f}{ends}"
 
-    lines = ["| configuration | flags | seeds | mean | difference | four times the papers |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| configuration | flags | seeds | mean | difference | "
+             "four times the papers |", "|---|---|---|---|---|---|"]
     for row in rows:
+        name = row["name"].replace("|", "\\|")
+        flags = f"`{row['flags']}`" if row["flags"] else ""
         seeds = " ".join(f"{r['heldout_final']:.3f}" for r in row["runs"])
-        name, flags = row["name"].replace("|", "\\|"), row["flags"] and f"`{row['flags']}`"
         larger = statistics.fmean(r["heldout_4x"] for r in row["runs"])
         lines.append(f"| {name} | {flags} | {seeds} | {row['mean'][0]:.3f} | "
                      f"{interval(row['difference'])} | {larger:.3f} |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare configurations of train.py.")
+    parser.add_argument("set", choices=list(SETS), help="which configurations")
+    parser.add_argument("--out", required=True, help="the directory of all runs")
+    args = parser.parse_args()
+    try:
+        run(args.set, args.out)
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.exit(f"lab.ablation: {error}")
+    except KeyboardInterrupt:
+        sys.exit("lab.ablation: interrupted; the same command continues")
+
+
+if __name__ == "__main__":
+    main()

@@ -106,7 +106,7 @@ def table_row(config, gradient):
 
 
 def main():
-    print(f"Groups of {GROUP}. The norm of the true gradient is {true_gradient().norm():.4f}.")
+    print(f"Groups of {GROUP}. The true gradient's norm is {true_gradient().norm():.4f}.")
     print("Expected gradients are scaled by G / (G - 1) and by the length constant.\n")
     print("| objective | children | length | std | norm / true | cosine | "
           "children over root / true |")
