@@ -2,11 +2,11 @@
 
     python -m lab.ceiling [--tokens 10000000] [--n 1] [--kinds niah,hop] [--policy keyword]
 
-One line per question: the score; tokens of the root's transcript (with --tokenizer DIR those of
-that checkpoint, else a quarter of its characters); nodes; seconds to make the question, for the
-tree and to score; the most memory that this process and all below it had at once, where pages
-that several share count for each. With the oracle it fails if a question scores under 0.99, the
-transcript has 4,000 tokens, or it takes a minute or 4 GiB.
+One line per question: the score; tokens of the root's transcript (with --tokenizer DIR
+those of that checkpoint, else a quarter of its characters); nodes; seconds to make the
+question, for the tree and to score; the most memory that this process and all below it had
+at once, where pages that several share count for each. With the oracle it fails if a
+question scores under 0.99, the transcript has 4,000 tokens, or it takes a minute or 4 GiB.
 """
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ def resident() -> int:
             continue
         processes[int(pid)] = int(fields[1]), int(fields[21])  # its parent, its pages
     family, pages = {os.getpid()}, 0
-    for pid in sorted(processes):  # a child's id is above its parent's, but for a wrap-around
+    for pid in sorted(processes):  # a child's id is above its parent's, nearly always
         parent, own = processes[pid]
         if pid in family or parent in family:
             family.add(pid)
@@ -82,8 +82,8 @@ def measure(kind: str, number: int, args, tokenizer) -> bool:
     nodes = list(root.walk())
     transcript = len(root.ids) or sum(len(turn.text) for turn in root.turns) // 4
     made, ran, scored = (b - a for a, b in zip(times, times[1:]))
-    print(f"{kind:10} {tokens:10,} {score:6.3f} {transcript:11,} {len(nodes):6} {made:7.1f} "
-          f"{ran:7.1f} {scored:8.1f} {peak.most >> 20:6,}", flush=True)
+    print(f"{kind:10} {tokens:10,} {score:6.3f} {transcript:11,} {len(nodes):6} "
+          f"{made:7.1f} {ran:7.1f} {scored:8.1f} {peak.most >> 20:6,}", flush=True)
     wrong = root.end != "final" or any(node.errors for node in nodes)
     if wrong:
         print(root.end, *(node.turns[-1].text[-2000:] for node in nodes if node.errors))

@@ -19,7 +19,7 @@ and, if it likes, with some of these:
 
     STRATEGY        text for the full prompt: how to go about it
     TOOLS           functions that travel into the REPL as source text
-    TOKENS          its usual context, at four characters per token, if `make` heeds `tokens`
+    TOKENS          the usual length of its context, if `make` heeds `tokens`
     TINY            fields of RLMConfig for the tiny model that is made for it
     read(row) -> (query, context, gold)         for questions from a JSON lines file
     oracle(task, node) -> str                   the next message of a perfect script
@@ -27,15 +27,15 @@ and, if it likes, with some of these:
     demonstrate(task, node, rng) -> str         that of a script, good or bad, to learn from
     part_score(task, part, answer) -> float     a child's own score; None where it has none
 
-Somebody's own path/to/my_task.py is used like one of ours. Where a public scoring rule guesses
-what an answer meant, ours does not: a list of all labels, a refusal or the question scores 0.
+Somebody's own path/to/my_task.py is used like one of ours. Where a public scoring rule
+guesses what an answer meant, ours does not: a list of all labels, a refusal or the question
+scores 0.
 
 Left out: prompts (rlm.py) and everything that runs a model. Standard library only.
 """
 import importlib
 import inspect
 import json
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Task:
     answer: Any = None
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # The kinds
 
 _files: dict[str, ModuleType] = {}  # what `load` read from files; the key is Task.kind
@@ -92,65 +92,32 @@ def load(spec: str) -> ModuleType:
     return module
 
 
-def _find(kind: str, name: str) -> Callable | None:
-    """A function of a kind, or None. Errors inside a handed-in file name the file."""
-    module = load(kind)
-    if not hasattr(module, name):
-        return None
-    if module.__name__.startswith("tasks."):
-        return getattr(module, name)
-    return handed_in.function(module, name)
-
-
 def make(kind: str, rng: random.Random, tokens: int | None = None,
          heldout: bool = False) -> Task:
     """A generated question. `rng` decides everything, so a seed names a question.
 
-    `tokens` is the length of the context, at four characters per token. With `heldout` a kind
-    may draw from what is never in training (evidence does). Raises ValueError for an unknown
+    `tokens` is the length of the context, at four characters per token. `heldout` asks for
+    what is never in training (evidence has terms for it). Raises ValueError for an unknown
     kind and for a length that it cannot have."""
     module = load(kind)
     kind = Path(module.__file__).stem
     if tokens is not None and not hasattr(module, "TOKENS"):
         raise ValueError(f"{kind} tasks have one size, no number of tokens")
-    function = _find(kind, "make")
-    query, context, gold = _triple(function, function(rng, tokens=tokens, heldout=heldout))
-    return Task(f"{kind}-{rng.randrange(1 << 32):08x}", kind, query, context, gold)
+    triple = _call(kind, "make", rng, tokens=tokens, heldout=heldout)
+    return Task(f"{kind}-{rng.randrange(1 << 32):08x}", kind, *triple)
 
-
-def _triple(function: Callable, made: Any) -> tuple:
-    """Checks (query, context, gold), which a `make` or a `read` returned."""
-    if (not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], str)
-            or not isinstance(made[1], (str, list, dict))):
-        raise handed_in.wrong(function, "(query, context, gold), with a text as query and a "
-                              "text, list or dict as context", made)
-    return made
-
-
-# ---------------------------------------------------------------------------------------------
-# Scores
 
 def reward(task: Task, answer: Any) -> float:
     """The score of an answer, in [0, 1]. Raises ValueError for a kind without a score."""
-    score = _find(task.kind, "score")
-    return _checked(score, score(task, answer))
+    return float(_call(task.kind, "score", task, answer))
 
 
 def part_score(task: Task, part: Any, answer: Any) -> float | None:
     """The score of a child's answer about `part` of the context; None where there is none."""
-    score = None if task.kind == QUESTION else _find(task.kind, "part_score")
-    value = score and score(task, part, answer)
-    return None if value is None else _checked(score, value)
+    if task.kind == QUESTION or not hasattr(load(task.kind), "part_score"):
+        return None
+    return _call(task.kind, "part_score", task, part, answer)
 
-
-def _checked(score: Callable, value: Any) -> float:
-    if isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1:
-        return float(value)
-    raise handed_in.wrong(score, "a number in [0, 1]", value)
-
-
-# ---------------------------------------------------------------------------------------------
-# Scripts that answer in a model's place
 
 def oracle(task: Task, node) -> str:
     """The next message of a perfect policy. It may use how its questions are generated.
@@ -158,35 +125,62 @@ def oracle(task: Task, node) -> str:
     Raises ValueError for a question from a file, and for a kind that has no oracle."""
     if not task.id.startswith(f"{task.kind}-"):
         raise ValueError(f"{task.id}: the oracle knows generated questions only")
-    return _message("oracle", task, node)
+    return _call(task.kind, "oracle", task, node)
 
 
 def keyword(task: Task, node) -> str:
-    """The next message of a script that searches for one word of the question and answers with
-    what is there. Raises ValueError for a kind that has none."""
-    return _message("keyword", task, node)
+    """The next message of a script that searches for one word of the question and answers
+    with what is there. Raises ValueError for a kind that has none."""
+    return _call(task.kind, "keyword", task, node)
 
 
 def demonstrate(task: Task, node, rng: random.Random) -> str:
-    """The next message of a scripted strategy, good or bad, which `rng` draws. A kind without
-    such scripts shows its oracle. A caller that gives every turn of a node an equal rng lets
-    the node keep its strategy. Raises ValueError for a kind that has neither."""
-    if _find(task.kind, "demonstrate"):
-        return _message("demonstrate", task, node, rng)
+    """The next message of a scripted strategy, good or bad, which `rng` draws. A caller that
+    gives every turn of a node an equal rng lets the node keep its strategy.
+
+    A kind without such scripts shows its oracle. Raises ValueError if it has neither."""
+    if hasattr(load(task.kind), "demonstrate"):
+        return _call(task.kind, "demonstrate", task, node, rng)
     return oracle(task, node)
 
 
-def _message(name: str, task: Task, *args: Any) -> str:
-    script = _find(task.kind, name)
-    if script is None:
-        raise ValueError(f"the task {task.kind} has no function {name}")
-    text = script(task, *args)
-    if not isinstance(text, str):
-        raise handed_in.wrong(script, "a message as text", text)
-    return text
+def _call(kind: str, name: str, *args: Any, **named: Any) -> Any:
+    """What a function of a kind returns, checked. A mistake in a handed-in file is told with
+    the file and the line."""
+    module = load(kind)
+    if not hasattr(module, name):
+        raise ValueError(f"the task {Path(module.__file__).stem} has no function {name}")
+    function = getattr(module, name)
+    if not module.__name__.startswith("tasks."):
+        function = handed_in.function(module, name)
+    value = function(*args, **named)
+    expected, fits = RETURNS[name]
+    if not fits(value):
+        raise handed_in.wrong(function, expected, value)
+    return value
 
 
-# ---------------------------------------------------------------------------------------------
+def _is_triple(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 3:
+        return False
+    return isinstance(value[0], str) and isinstance(value[1], (str, list, dict))
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= 1  # which nan is not
+
+
+TRIPLE = ("(query, context, gold): a text, then a text, list or dict", _is_triple)
+MESSAGE = ("a message, as text", lambda value: isinstance(value, str))
+RETURNS = {  # what each function of a kind returns, in words and as a check
+    "make": TRIPLE, "read": TRIPLE,
+    "oracle": MESSAGE, "keyword": MESSAGE, "demonstrate": MESSAGE,
+    "score": ("a number in [0, 1]", _is_score),
+    "part_score": ("a number in [0, 1] or None", lambda v: v is None or _is_score(v)),
+}
+
+
+# ---------------------------------------------------------------------------------------
 # What a kind adds to the prompt and to the REPL
 
 def strategy(kind: str) -> str:
@@ -195,7 +189,8 @@ def strategy(kind: str) -> str:
 
 
 def tools(kind: str) -> str:
-    """Source text of the functions that the REPL offers, with the imports that they need."""
+    """Source text of the functions that the REPL offers, with the imports that they
+    need."""
     from tasks.in_repl import source
 
     return source(_tools(kind))
@@ -206,7 +201,8 @@ def tools_help(kind: str) -> str:
     lines = []
     for tool in _tools(kind):
         about = (inspect.getdoc(tool) or "").split("\n\n")[0]
-        lines.append(f"- {tool.__name__}{inspect.signature(tool)}: {' '.join(about.split())}")
+        about = " ".join(about.split())
+        lines.append(f"- {tool.__name__}{inspect.signature(tool)}: {about}")
     return "\n".join(lines)
 
 
@@ -215,17 +211,18 @@ def _tools(kind: str) -> tuple[Callable, ...]:
     return tuple(getattr(load(kind), "TOOLS", ()))
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Questions from a file
 
 def read(path: str, kind: str) -> list[Task]:
     """The questions of a JSON lines file, in the schema that the kind's `read` says.
 
-    Raises FileNotFoundError, or ValueError that names the line and the field that is wrong."""
-    function = _find(kind, "read")
-    if function is None:
+    Raises FileNotFoundError, or ValueError that names the line and the field that is
+    wrong."""
+    module = load(kind)
+    kind = Path(module.__file__).stem
+    if not hasattr(module, "read"):
         raise ValueError(f"the task {kind} reads no files: it has no function read")
-    kind = Path(load(kind).__file__).stem
     questions = []
     with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
         for number, line in enumerate(file, 1):
@@ -237,17 +234,17 @@ def read(path: str, kind: str) -> list[Task]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON ({error})") from None
             try:
-                query, context, gold = _triple(function, function(row))
+                questions.append(Task(f"row-{number}", kind, *_call(kind, "read", row)))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            questions.append(Task(f"row-{number}", kind, query, context, gold))
     if not questions:
         raise ValueError(f"{path}: holds no questions")
     return questions
 
 
 def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held out): after a shuffle with seed 42, a fifth, at most 128, is held out."""
+    """(training, held out): after a shuffle with seed 42, a fifth, at most 128, is held
+    out."""
     if len(tasks) < 2:
         raise ValueError("one question cannot be split into training and held-out ones; "
                          "at least 2 are needed")

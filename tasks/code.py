@@ -1,19 +1,21 @@
-"""code: what a call returns, across files; multiple choice (CodeQA of LongBench v2, 2412.15204).
+"""code: what a call returns, across files; multiple choice (CodeQA of LongBench v2,
+2412.15204).
 
 Gold is a letter, "A" to "D". The score is exact.
 
-f calls g in another file, which calls h in a third. Two more files hold a g and an h with other
-numbers: only the imports tell which is meant, and the wrong choices are what the wrong ones give.
-"""
+f calls g in another file, which calls h in a third. Two more files hold a g and an h with
+other numbers: only the imports tell which is meant, and the wrong choices are what the
+wrong ones give. """
 import re
 
 from tasks.in_repl import TOOLS, asked, script, sentences_with, word_of
 from tasks.text import (NOUNS, POOL, VERBS, as_line, characters, field, fill, make_sentence,
                         make_term, text_field)
 
-STRATEGY = ("The context is a dict {path: source}. Find the function, follow its imports from "
-            "file to file, and work the value out; a child can read a long file for you. Return "
-            "the letter alone.")
+STRATEGY = """\
+The context is a dict {path: source}. Find the function, follow its imports from file to \
+file, and work the value out; a child can read a long file for you. Return the letter \
+alone."""
 TOKENS = 8_000
 LETTERS = "ABCD"
 
@@ -66,8 +68,8 @@ def _function(rng, name: str, add: int, times: int, calls: str = "") -> str:
 
 
 def score(task, answer):
-    """LongBench v2: "The correct answer is (B)", or the letter alone. Strictly: the sentence
-    occurs once and ends the answer, so that naming all letters scores 0."""
+    """LongBench v2: "The correct answer is (B)", or the letter alone. Strictly: the
+    sentence occurs once and ends the answer, so that naming all letters scores 0."""
     text = as_line(answer).replace("*", "").strip()
     said = re.fullmatch(r"(?s)(?:(.*)The correct answer is )?\(?([A-D])\)?\.?", text)
     if not said or "The correct answer is" in (said[1] or ""):
@@ -110,7 +112,8 @@ def oracle(task, node):
         name = asked(node).split()[2]
         return script(describe, call=f"describe(context, {name!r})")
     name, x, path = re.search(r"`(\w+)\((\d+)\)` in (\S+)", task.query).groups()
-    choices = {value: letter for letter, value in re.findall(r"\(([A-D])\) (\d+)", task.query)}
+    choices = re.findall(r"\(([A-D])\) (\d+)", task.query)
+    choices = {value: letter for letter, value in choices}
     return script(follow, call=f"follow(context, {name!r}, {x}, {path!r}, {choices})")
 
 

@@ -2,22 +2,24 @@
 
 Gold is a list of words. The score is the F1 over the different strings of an answer.
 
-Two papers of two sections of two paragraphs are nested lists. One word of each paragraph is in
-DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in the context
-and too long to be written as code, all words look alike and none occurs twice: to find the one
-that counts, somebody has to read the paragraph. The model's window (TINY) holds one paragraph.
-"""
+Two papers of two sections of two paragraphs are nested lists. One word of each paragraph is
+in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
+the context and too long to be written as code, all words look alike and none occurs twice:
+to find the one that counts, somebody has to read the paragraph. The model's window (TINY)
+holds one paragraph. """
 import random
+from itertools import product
 
 from tasks.in_repl import TOOLS, block
 from tasks.text import CODAS, ONSETS, VOWELS, strings_in
 
-# A node has one message with room for one call, to two children at most, and a window that a
-# paragraph fits into, but not two.
+# A node has one message with room for one call, to two children at most, and a window that
+# a paragraph fits into, but not two.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,
         "limits": {"queries": 2}}
 
-WORDS = random.Random(0).sample([o + v + c for o in ONSETS for v in VOWELS for c in CODAS], 240)
+WORDS = ["".join(letters) for letters in product(ONSETS, VOWELS, CODAS)]
+WORDS = random.Random(0).sample(WORDS, 240)
 MEANINGS = random.Random(1).sample([v + o for v in VOWELS for o in ONSETS], 60)
 DICTIONARY = dict(zip(WORDS, MEANINGS))
 
@@ -52,8 +54,8 @@ LEAF_SHARES = {"right": 0.6, "none": 0.4}
 
 
 def demonstrate(task, node, rng):
-    """One of NODE_SCRIPTS. A plain completion reads a paragraph: it gives the right meaning of
-    its word, or none."""
+    """One of NODE_SCRIPTS. A plain completion reads a paragraph: it gives the right meaning
+    of its word, or none."""
     shares = LEAF_SHARES if node.kind == "llm" else NODE_SHARES
     name = rng.choices(list(shares), shares.values())[0]
     if name == "none":

@@ -1,26 +1,26 @@
 """evidence: the sentences that answer a question, in many papers.
 
 Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
-alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), with p the gold
-share of its characters.
+alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), with p the
+gold share of its characters.
 
-A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up term.
-The question asks for the sentences about one term.
-"""
+A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up
+term. The question asks for the sentences about one term. """
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
 from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, make_sentence,
                         make_term, strings_in)
 
 STRATEGY = """\
-The context is a dict {paper id: text}. Return the sentences that answer the question, verbatim, \
-as a list of strings; they are scored by the characters they share with the gold sentences, so \
-leave out everything else.
-1. List the papers, and search them for the words of the question and for synonyms, to find the \
-few that matter. Reading all of them yourself would not fit into your window.
-2. Give each promising paper to a child: rlm_query_batched(question, [context[i] for i in ids]). \
-A child sees one paper as its context (a str), searches it, reads the passages, and returns the \
-exact sentences as a list of strings copied from the text, or [] if there are none.
+The context is a dict {paper id: text}. Return the sentences that answer the question, \
+verbatim, as a list of strings; they are scored by the characters they share with the \
+gold sentences, so leave out everything else.
+1. List the papers, and search them for the words of the question and for synonyms, to \
+find the few that matter. Reading all of them yourself would not fit into your window.
+2. Give each promising paper to a child: rlm_query_batched(question, [context[i] for i in \
+ids]). A child sees one paper as its context (a str), searches it, reads the passages, \
+and returns the exact sentences as a list of strings copied from the text, or [] if there \
+are none.
 3. Drop strings that are errors, join the lists, and call FINAL with them."""
 
 TOKENS = 1_754  # 12 papers
@@ -82,7 +82,7 @@ def read(row):
         where = f"evidence[{i}]"
         name = field(entry, "paperId", str, where)
         if name not in context:
-            raise ValueError(f"{where}: field 'paperId' names {name!r}, which is not in 'papers'")
+            raise ValueError(f"{where}: field 'paperId' is {name!r}, which 'papers' lacks")
         for j, selection in enumerate(field(entry, "selections", list, where)):
             at = f"{where}, selections[{j}]"
             text = field(selection, "text", str, at).strip()
@@ -95,15 +95,15 @@ def read(row):
     return question, context, gold
 
 
-MAX_SPANS = 2_000  # distinct strings that an answer may hold; marking more could take minutes
+MAX_SPANS = 2_000  # distinct strings in an answer; marking more could take minutes
 
 
 def score(task, answer):
     """Micro F1 over characters.
 
     Every occurrence of every returned string is marked in every paper. Precision and recall
-    are taken over the union of the marked characters, summed over the papers, so repeating a
-    span gains nothing. Strings found nowhere score exactly 0."""
+    are taken over the union of the marked characters, summed over the papers, so repeating
+    a span gains nothing. Strings found nowhere score exactly 0."""
     spans = set(strings_in(answer))
     if not spans or len(spans) > MAX_SPANS:
         return 0.0
@@ -130,10 +130,12 @@ def part_score(task, part, answer):
 
 
 def mark(text: str, spans) -> bytearray:
-    """One byte per character of `text`: 1 where any span occurs, overlapping occurrences too.
+    """One byte per character of `text`: 1 where any span occurs, overlapping occurrences
+    too.
 
-    Linear, also on periodic texts: occurrences that overlap by more than half follow each other
-    at the span's period, so only one period has to be compared anew, not the whole span."""
+    Linear, also on periodic texts: occurrences that overlap by more than half follow each
+    other at the span's period, so only one period has to be compared anew, not the whole
+    span."""
     marked = bytearray(len(text))
     for span in filter(None, spans):
         period = span.find(span[:(len(span) + 1) // 2], 1)
@@ -149,7 +151,7 @@ def mark(text: str, spans) -> bytearray:
     return marked
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Scripts: good and bad strategies, mixed on purpose
 
 ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
@@ -158,10 +160,11 @@ LOOK_FIRST = 0.25  # share of scripts that print something first and act in the 
 
 
 def demonstrate(task, node, rng):
-    """Roots: filter (the papers that contain the word go to children), all (every paper does),
-    one (the first hit only), alone (return whole papers, ask nobody), forget (never call FINAL).
-    Children: exact (the sentences with the word), whole (the paper), first (its first sentence).
-    Only filter with exact is right. Which is which is for the reinforcement to find out."""
+    """Roots: filter (the papers that contain the word go to children), all (every paper
+    does), one (the first hit only), alone (return whole papers, ask nobody), forget (never
+    call FINAL). Children: exact (the sentences with the word), whole (the paper), first
+    (its first sentence). Only filter with exact is right. Which is which is for the
+    reinforcement to find out."""
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
     name = rng.choices(list(scripts), scripts.values())[0]
     look = rng.random() < LOOK_FIRST

@@ -1,21 +1,25 @@
-"""hop: each document leads to the next, in the manner of BrowseComp-Plus (arXiv 2508.06600).
+"""hop: each document leads to the next, in the manner of BrowseComp-Plus (arXiv
+2508.06600).
 
-Gold is a short string. The score is exact after HotpotQA's normalisation; BrowseComp-Plus itself
-asks a judge model.
+Gold is a short string. The score is exact after HotpotQA's normalisation; BrowseComp-Plus
+itself asks a judge model.
 
-A person, known by trade and birthplace -> the teacher -> the institute that the teacher directed
--> its city. Others share the trade or the birthplace, but not both.
-"""
+A person, known by trade and birthplace -> the teacher -> the institute that the teacher
+directed -> its city. Others share the trade or the birthplace, but not both. """
 import re
 import string
 
 from tasks.in_repl import TOOLS, asked, first_hit, script
 from tasks.text import (as_line, characters, field, fill, filler, names, text_field)
 
-STRATEGY = ("The context is a dict {id: document}. No document holds the whole answer: search for "
-            "the first clue, let children read the documents found and return the name that leads "
-            "on, search for that, and so on. Return the final name alone.")
+STRATEGY = """\
+The context is a dict {id: document}. No document holds the whole answer: search for the \
+first clue, let children read the documents found and return the name that leads on, \
+search for that, and so on. Return the final name alone."""
 TOKENS = 8_000
+QUERY = """\
+Someone who was a {job} born in {town} studied with a person who later directed an \
+institute. In which city does that institute stand? Answer with the name of the city alone."""
 JOBS = "composer weaver printer surveyor physician baker mason chemist".split()
 
 
@@ -52,10 +56,7 @@ def make(rng, tokens=None, heldout=False):
         for fact in facts:
             text.insert(rng.randrange(len(text) + 1), fact)
         context[str(i)] = " ".join([first, *text])
-    query = (f"Someone who was a {job} born in {town} studied with a person who later directed an "
-             "institute. In which city does that institute stand? Answer with the name of the "
-             "city alone.")
-    return query, context, stands[teachers[who]]
+    return QUERY.format(job=job, town=town), context, stands[teachers[who]]
 
 
 def score(task, answer):
@@ -64,7 +65,8 @@ def score(task, answer):
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous blanks (SQuAD, HotpotQA)."""
+    """Lower case, without punctuation, articles and superfluous blanks (SQuAD,
+    HotpotQA)."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -91,7 +93,8 @@ def chain(context, person):
 
     teacher = read("Who was the teacher?", f"was a {person}")
     institute = read("Which institute did the person direct?", f"{teacher} was a ")
-    return read("In which city does the institute stand?", f"The {institute} Institute was founded")
+    start = f"The {institute} Institute was founded"
+    return read("In which city does the institute stand?", start)
 
 
 # Runs in a child's REPL.
@@ -103,7 +106,8 @@ def oracle(task, node):
     if not node.depth:
         person = re.search(r"was a (\w+ born in \w+) ", task.query)[1]
         return script(chain, call=f"chain(context, {person!r})")
-    patterns = {"teacher": r"studied with (\w+ \w+)\.", "direct": r"directed the (\w+) Institute",
+    patterns = {"teacher": r"studied with (\w+ \w+)\.",
+                "direct": r"directed the (\w+) Institute",
                 "city": r"stands in (\w+)\."}
     pattern = next(p for word, p in patterns.items() if word in asked(node))
     return script(fact, call=f"fact(context, {pattern!r})")

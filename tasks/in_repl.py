@@ -3,10 +3,9 @@
 TOOLS is what a kind here offers to model code beside the REPL's builtins. Signatures and
 docstrings (up to the first empty line) go into the prompt.
 
-What an oracle or a keyword script does is written as plain functions, too. There they find the
-REPL's builtins (rlm_query, rlm_query_batched, ...) as free names; in our files these names are
-undefined, and nobody calls the functions.
-"""
+What an oracle or a keyword script does is written as plain functions, too. There they find
+the REPL's builtins (rlm_query, rlm_query_batched, ...) as free names; in our files these
+names are undefined, and nobody calls the functions. """
 import ast
 import bisect
 import functools
@@ -30,11 +29,10 @@ def search(text, keyword, window=300, bidirectional=True):
     """Passages around each occurrence of keyword (any case), widened to whole sentences,
     verbatim; window=0 gives just the sentences that contain it.
 
-    `window` characters before (if bidirectional) and after it count; passages that overlap are
-    joined.
-    """
+    `window` characters before (if bidirectional) and after it count; passages that overlap
+    are joined. """
     low, word, passages, end = text.lower(), keyword.lower(), [], -1
-    if len(low) != len(text):  # a few letters change length in lower case: positions would shift
+    if len(low) != len(text):  # some letters change length: positions would shift
         low, word = text, keyword
     ends = [m.end() for m in re.finditer(r"[.!?]\s+|\n+", text)]
     stops = [0, *ends, len(text)]
@@ -64,7 +62,7 @@ def extract_section(snippet, start, end):
 TOOLS = (list_papers, get_paper_abstract, search, extract_section)
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Messages
 
 PIECES = 24  # children of one batch
@@ -72,7 +70,8 @@ PIECES = 24  # children of one batch
 
 @functools.cache
 def source(functions: tuple[Callable, ...]) -> str:
-    """The source text of some functions, after those imports of their files that they use."""
+    """The source text of some functions, after those imports of their files that they
+    use."""
     imports, bodies = [], []
     for function in functions:
         used = _names_in(function.__code__)
@@ -113,11 +112,13 @@ def asked(node) -> str:
 
 
 def word_of(task) -> str:
-    """The word in quotes in the question; else its longest word that occurs in the context."""
+    """The word in quotes in the question; else its longest word that occurs in the
+    context."""
     quoted = re.search(r'"([^"\n]+)"', task.query)
     if quoted:
         return quoted[1]
-    text = task.context if isinstance(task.context, str) else " ".join(task.context.values())
+    text = task.context
+    text = text if isinstance(text, str) else " ".join(text.values())
     words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True)
     return next((w for w in words if w in text), words[0] if words else "the")
 

@@ -1,14 +1,15 @@
 """niah: one needle in filler, RULER's task (arXiv 2404.06654).
 
-Gold is a list of strings. The score is the share of them that the answer contains, any case.
-"""
+Gold is a list of strings. The score is the share of them that the answer contains, any
+case. """
 import re
 
 from tasks.in_repl import PIECES, TOOLS, first_hit, script
 from tasks.text import as_line, characters, field, fill, filler, make_term
 
-STRATEGY = ("One sentence of the context holds the answer. Search for the words of the question. "
-            "Return the value alone.")
+STRATEGY = """\
+One sentence of the context holds the answer. Search for the words of the question. \
+Return the value alone."""
 TOKENS = 8_000
 ANSWER_CHARS = 512  # of an answer that count: RULER lets a model write 128 tokens
 
@@ -18,14 +19,16 @@ def make(rng, tokens=None, heldout=False):
     key, value = make_term(rng), str(rng.randrange(10 ** 6, 10 ** 7))
     needle = f"One of the special magic numbers for {key} is: {value}."
     text = fill(rng, filler(rng, key), chars - len(needle))
-    text.insert(rng.randrange(len(text) // 10 + 1, len(text)), needle)  # not in the first tenth
+    at = rng.randrange(len(text) // 10 + 1, len(text))  # not in the first tenth
+    text.insert(at, needle)
     query = f"What is the special magic number for {key} mentioned in the provided text?"
     return query, " ".join(text), [value]
 
 
 def score(task, answer):
-    """RULER's string_match_all. Only the first ANSWER_CHARS characters count, so an echo of the
-    context scores 0 unless a needle stands at its very start (a generated one never does)."""
+    """RULER's string_match_all. Only the first ANSWER_CHARS characters count, so an echo of
+    the context scores 0 unless a needle stands at its very start (a generated one never
+    does)."""
     text = as_line(answer)[:ANSWER_CHARS].lower()
     return sum(value.lower() in text for value in task.answer) / len(task.answer)
 

@@ -1,51 +1,58 @@
 """oolong: label every line, then count (OOLONG, arXiv 2511.02817).
 
-Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 ** |error|.
+Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 **
+|error|.
 
-The labels of generated lines follow from how a question begins, so that a script can know them;
-a model has to read. pairs.py asks other questions about such lines.
-"""
+The labels of generated lines follow from how a question begins, so that a script can know
+them; a model has to read. pairs.py asks other questions about such lines. """
 import ast
 import re
 from collections import Counter
 from datetime import datetime
 
+from tasks import Task
 from tasks.in_repl import PIECES, TOOLS, first_hit, script
 from tasks.text import (ADJECTIVES, NOUNS, POOL, as_line, characters, field, how_many_fit,
                         make_term, text_field)
 
-STRATEGY = (
-    "Every line has to be labelled by what it means, which code cannot do, and then counted, "
-    "which code does best. Split the context into pieces that a child can read and give them to "
-    "children with rlm_query_batched(question, pieces); they return one label a line, in order, "
-    "check that as many came back, then filter by user and date and count in code. Return the "
-    "number, label, user or phrase in the form asked for, alone.")
+STRATEGY = """\
+Every line has to be labelled by what it means, which code cannot do, and then counted, \
+which code does best. Split the context into pieces that a child can read and give them \
+to children with rlm_query_batched(question, pieces); they return one label a line, in \
+order, check that as many came back, then filter by user and date and count in code. \
+Return the number, label, user or phrase in the form asked for, alone."""
 TOKENS = 8_000
 
 OPENERS = {  # how a question of each label begins
-    "numeric value": ("How many people saw", "How far away is", "How old is", "What year saw",
-                      "How much did they pay for"),
-    "entity": ("What animal is named after", "What instrument measures", "Which colour marks",
-               "What metal is used in", "Which language describes"),
-    "location": ("Where is", "Which city keeps", "What country is known for", "Which river crosses",
-                 "On what island lies"),
-    "description and abstract concept": ("Why is there", "How do you make", "What caused",
-                                         "What is the meaning of", "How does one explain"),
-    "abbreviation": ("What is the acronym for", "What does one abbreviate as BTR in",
-                     "What do the letters KPS mean in", "What is the short form of",
-                     "What is the full name of the GDF in"),
-    "human being": ("Who discovered", "Who was the first to see", "Which inventor made",
-                    "What painter is known for", "Whose assistant wrote down"),
+    "numeric value": (
+        "How many people saw", "How far away is", "How old is", "What year saw",
+        "How much did they pay for"),
+    "entity": (
+        "What animal is named after", "What instrument measures", "Which colour marks",
+        "What metal is used in", "Which language describes"),
+    "location": (
+        "Where is", "Which city keeps", "What country is known for", "Which river crosses",
+        "On what island lies"),
+    "description and abstract concept": (
+        "Why is there", "How do you make", "What caused", "What is the meaning of",
+        "How does one explain"),
+    "abbreviation": (
+        "What is the acronym for", "What does one abbreviate as BTR in",
+        "What do the letters KPS mean in", "What is the short form of",
+        "What is the full name of the GDF in"),
+    "human being": (
+        "Who discovered", "Who was the first to see", "Which inventor made",
+        "What painter is known for", "Whose assistant wrote down"),
 }
 LABELS = list(OPENERS)
-MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
 DAYS = [f"{month} {day:02}, {year}" for year in (2023, 2024) for month in MONTHS
         for day in range(1, 29)]
 HEAD = """\
-The following lines contain general-knowledge questions, one per line. Each line has a date, a \
-user ID, which may occur on several lines, and a question whose answer is one of these 6 labels: \
-{labels}. The data does not give the labels: work them out from the questions. Calculate exactly, \
-do not estimate.
+The following lines contain general-knowledge questions, one per line. Each line has a \
+date, a user ID, which may occur on several lines, and a question whose answer is one of \
+these 6 labels: {labels}. The data does not give the labels: work them out from the \
+questions. Calculate exactly, do not estimate.
 
 """
 
@@ -53,8 +60,8 @@ do not estimate.
 def records(rng, chars: int, users: int, own_labels: bool):
     """(context, rows): rows are (date as YYYY-MM-DD, user, label), one per line.
 
-    With `own_labels` a user asks mostly about two labels and seldom about a third, so that users
-    differ. Otherwise all users draw alike from labels of different frequency."""
+    With `own_labels` a user asks mostly about two labels and seldom about a third, so that
+    users differ. Otherwise all users draw alike from labels of different frequency."""
     terms = [make_term(rng) for _ in range(40)]
     pool = {label: [_question(rng, opener, terms) for opener in openers
                     for _ in range(POOL // 30)]
@@ -82,7 +89,8 @@ def records(rng, chars: int, users: int, own_labels: bool):
 
 
 def _question(rng, opener: str, terms: list[str]) -> str:
-    return f"{opener} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} of {rng.choice(terms)}?"
+    thing = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+    return f"{opener} the {thing} of {rng.choice(terms)}?"
 
 
 # 'Jan 06, 2023' as '2023-01-06'. This one also runs in the REPL.
@@ -91,21 +99,21 @@ def iso_date(day):
     return f"{day[8:]}-{months.index(day[:3]) // 3 + 1:02}-{day[4:6]}"
 
 
-FORMS = {  # form: type of the answer, question; the parts before { tell the forms apart
-    "most": ("LABEL", "which of the labels is the most common? Give your final answer in the form "
+FORMS = {  # form: type of the answer, what is asked, the form of the answer
+    "most": ("LABEL", "which of the labels is the most common?",
              "'Label: answer', where answer is one of the labels."),
-    "least": ("LABEL", "which of the labels is the least common? Give your final answer in the "
-              "form 'Label: answer', where answer is one of the labels."),
-    "count": ("NUMERIC", "how many data points should be classified as label '{a}'? Give your "
-              "final answer in the form 'Answer: number'."),
-    "compare": ("COMPARISON", "is label '{a}' more common, less common, or the same frequency as "
-                "label '{b}'? Give your final answer in the form 'Answer: {a} is [X] {b}', where "
-                "[X] is 'more common than', 'less common than', or 'same frequency as'."),
-    "user": ("USER", "which user has the most instances with the label '{a}'? Give your final "
-             "answer in the form 'User: [X]', where [X] is the user ID."),
-    "month": ("MONTH_YEAR", "in which month do instances with the label '{a}' occur most often? "
-              "Give your final answer in the form 'Answer: [X]', where [X] is the month and the "
-              "year, for example 'January 2023'."),
+    "least": ("LABEL", "which of the labels is the least common?",
+              "'Label: answer', where answer is one of the labels."),
+    "count": ("NUMERIC", "how many data points should be classified as label '{a}'?",
+              "'Answer: number'."),
+    "compare": ("COMPARISON", "is label '{a}' more common, less common, or the same "
+                "frequency as label '{b}'?", "'Answer: {a} is [X] {b}', where [X] is "
+                "'more common than', 'less common than', or 'same frequency as'."),
+    "user": ("USER", "which user has the most instances with the label '{a}'?",
+             "'User: [X]', where [X] is the user ID."),
+    "month": ("MONTH_YEAR", "in which month do instances with the label '{a}' occur most "
+              "often?", "'Answer: [X]', where [X] is the month and the year, for example "
+              "'January 2023'."),
 }
 ONLY = "For the following question, only consider the instances"
 
@@ -123,8 +131,10 @@ def make(rng, tokens=None, heldout=False):
             head = f"{ONLY} of the user IDs {', '.join(chosen)}. Among them"
         elif scope == "dates":
             first, last = sorted(rng.sample(range(len(DAYS)), 2))
-            head = f"{ONLY} between {DAYS[first]} and {DAYS[last]}, both included. Among them"
-        answer_type, question = FORMS[form]
+            days = f"between {DAYS[first]} and {DAYS[last]}"
+            head = f"{ONLY} {days}, both included. Among them"
+        answer_type, asked, said = FORMS[form]
+        question = f"{asked} Give your final answer in the form {said}"
         query = f"{head}, {question.format(a=a, b=b)}"
         value = tally(rows, *parts_of(query))
         if value is not None:
@@ -133,7 +143,7 @@ def make(rng, tokens=None, heldout=False):
 
 def parts_of(query: str) -> tuple:
     """(form, labels, users, dates) of a generated question; empty where it does not say."""
-    form = next(f for f, (_, text) in FORMS.items() if text.partition("{")[0] in query)
+    form = next(f for f, (_, asked, _) in FORMS.items() if asked.partition("{")[0] in query)
     users = re.search(r"user IDs ([\d, ]+)\.", query)
     days = re.findall(r"(?:between|and) (\w{3} \d\d, \d{4})", query)
     return (form, re.findall(r"label '([^']+)'", query),
@@ -179,8 +189,9 @@ DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
 def score(task, answer):
     """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. Of a
-    comparison, exactly one of the three phrases occurs. The public parser falls back to the last
-    word of a text without a colon, which a list of all labels can pass; that is left out."""
+    comparison, exactly one of the three phrases occurs. The public parser falls back to the
+    last word of a text without a colon, which a list of all labels can pass; that is left
+    out."""
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
@@ -214,28 +225,22 @@ def read(row):
     kind = field(row, "answer_type", str).removeprefix("ANSWER_TYPE.")
     if kind not in ANSWER_TYPES:
         raise ValueError(f"field 'answer_type' is none of {', '.join(ANSWER_TYPES)}")
-    value = _literal(field(row, "answer", str))
-    fits = {"NUMERIC": re.fullmatch(r"-?[0-9]{1,15}", value),
-            "DATE": day_of(value),
-            "COMPARISON": value in PHRASES}.get(kind, value)
-    if not fits:
-        raise ValueError(f"field 'answer' is no {kind}: {value[:60]!r}")
-    return (field(row, "question", str), text_field(row, "context_window_text"),
-            {"type": kind, "value": value})
-
-
-def _literal(text: str) -> str:
-    """The one value of a list that is written in Python."""
+    text = field(row, "answer", str)
     day = re.fullmatch(r"\[datetime\.date\((\d+), (\d+), (\d+)\)\]", text)
-    if day:
-        return "{}-{:0>2}-{:0>2}".format(*day.groups())
     try:
-        return str(ast.literal_eval(text)[0])
+        value = "-".join(day.groups()) if day else str(ast.literal_eval(text)[0])
     except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
-        raise ValueError(f"field 'answer' is not a list of one value: {text[:60]!r}") from None
+        raise ValueError(f"field 'answer' is no list of a value: {text[:60]!r}") from None
+    value = day_of(value) if kind == "DATE" else value
+
+    gold = {"type": kind, "value": value}
+    if not value or score(Task("", "oolong", "", "", gold), value) < 1:
+        raise ValueError(f"field 'answer' is no {kind}: {text[:60]!r}")
+    return field(row, "question", str), text_field(row, "context_window_text"), gold
 
 
-# Runs in the REPL: rows (date, user, label). Children give one digit per line, the number of its label.
+# Runs in the REPL: rows (date, user, label). Children give one digit per line, the number
+# of its label.
 def labelled(context, labels, pieces):
     lines = [line for line in context.split("\n") if line.startswith("Date: ")]
     size = -(-len(lines) // pieces)

@@ -1,33 +1,35 @@
 """pairs: label every line, then compare users (OOLONG-Pairs of arXiv 2512.24601).
 
-Gold is [[id, id], ...]. The score is the F1 over unordered pairs. The lines are those of oolong.
-"""
+Gold is [[id, id], ...]. The score is the F1 over unordered pairs. The lines are those of
+oolong. """
 import re
 
 from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
 from tasks.in_repl import TOOLS, script, sentences_with, word_of
 from tasks.text import as_line, characters, field, text_field
 
-STRATEGY = (
-    "Every line has to be labelled by what it means, which code cannot do; comparing users is "
-    "for code. Split the context into pieces that a child can read and give them to children "
-    "with rlm_query_batched(question, pieces); they return one label a line, in order, check "
-    "that as many came back, then group by user and test all pairs in code. Return the list of "
-    "pairs [[lower id, higher id], ...].")
+STRATEGY = """\
+Every line has to be labelled by what it means, which code cannot do; comparing users is \
+for code. Split the context into pieces that a child can read and give them to children \
+with rlm_query_batched(question, pieces); they return one label a line, in order, check \
+that as many came back, then group by user and test all pairs in code. Return the list of \
+pairs [[lower id, higher id], ...]."""
 TOKENS = 8_000
 MOST = 100_000  # tokens: the answer grows with the context
 
-QUERY = ("In the above data, list all pairs of user IDs (no duplicate pairs, list lower ID first) "
-         "{rule}. Each question has one of these labels (the data does not give them: work them "
-         "out from the questions): {labels}. In your answer, list all pairs in the format "
-         "(user_id_1, user_id_2), separated by newlines.")
+QUERY = """\
+In the above data, list all pairs of user IDs (no duplicate pairs, list lower ID first) \
+{rule}. Each question has one of these labels (the data does not give them: work them out \
+from the questions): {labels}. In your answer, list all pairs in the format (user_id_1, \
+user_id_2), separated by newlines."""
 HOW_MANY = ("at least one instance", "at least two instances", "exactly one instance",
             "exactly two instances")
 
 
 def make(rng, tokens=None, heldout=False):
-    """The rule has one of the three shapes of the paper's twenty queries: both users alike, the
-    same with a date, and two users who differ. It holds for some pairs, at most for half."""
+    """The rule has one of the three shapes of the paper's twenty queries: both users alike,
+    the same with a date, and two users who differ. It holds for some pairs, at most for
+    half."""
     chars = characters(tokens, TOKENS, MOST)
     context, rows = records(rng, chars, max(8, min(150, chars // 1000)), True)
     users = len({user for _, user, _ in rows})
@@ -54,21 +56,22 @@ def _rule(rng) -> str:
 
 
 def parts_of(query: str) -> tuple:
-    """(clauses of one user, clauses of the other, [label, "after" or "before", date] or []). A
-    clause is ["at least" or "exactly", number, [labels]]."""
+    """(clauses of one user, clauses of the other, [label, "after" or "before", date] or
+    []). A clause is ["at least" or "exactly", number, [labels]]."""
     rule = query.split("list lower ID first) ")[1].split(". Each question")[0]
-    label = "|".join(LABELS)
-    clause = rf"(at least|exactly) (one|two) instances? with ((?:{label})(?: or (?:{label}))?)"
+    label = f"(?:{'|'.join(LABELS)})"
+    clause = rf"(at least|exactly) (one|two) instances? with ({label}(?: or {label})?)"
     clauses = []
     for part in rule.split("and the other user"):
         clauses.append([[how, 1 if number == "one" else 2, which.split(" or ")]
                         for how, number, which in re.findall(clause, part)])
-    dated = re.search(rf"that are ({label}) for both users must be (\w+) (\w+ \d\d, \d+)", rule)
+    dated = re.search(rf"that are ({label}) for both users must be (\w+) (.+)", rule)
     return (clauses[0], clauses[-1],
             [dated[1], dated[2], iso_date(dated[3])] if dated else [])
 
 
-# The pairs [lower ID, higher ID] that fit, over rows (date, user, label). Also runs in the REPL.
+# The pairs [lower ID, higher ID] that fit, over rows (date, user, label). Also runs in the
+# REPL.
 def matching(rows, first, second, dated):
     instances = {}
     for day, user, label in rows:
@@ -92,9 +95,9 @@ def matching(rows, first, second, dated):
 
 
 def score(task, answer):
-    """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list. Where the
-    gold is empty only an explicit [] scores, and it scores 1. An echo has no pairs: 0. All pairs
-    of users together score 2p/(1+p), with p the gold share of them."""
+    """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list.
+    Where the gold is empty only an explicit [] scores, and it scores 1. An echo has no
+    pairs: 0. All pairs of users together score 2p/(1+p), with p the gold share of them."""
     found = pairs_in(answer)
     if not task.answer:
         return float(answer in ([], "[]"))

@@ -1,7 +1,8 @@
-"""What the kinds of task share: made-up words, filler, the strings of an answer, rows of a file.
+"""What the kinds of task share: made-up words, filler, the strings of an answer, rows of a
+file.
 
-Filler is drawn from small pools of sentences, so that a context of 10 million tokens (40 MB)
-takes a few seconds. What a question is about is made once and occurs nowhere else.
+Filler is drawn from small pools of sentences, so that a context of 10 million tokens (40
+MB) takes a few seconds. What a question is about is made once and occurs nowhere else.
 
 Left out: real text. Standard library only.
 """
@@ -23,11 +24,12 @@ POOL = 400  # different sentences, lines or functions that fill a context
 LEAST, MOST = 2_000, 10_000_000  # tokens of a context
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Words and filler
 
 def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
-    """The length of a context, at four characters per token; `usual` tokens if None are given.
+    """The length of a context, at four characters per token; `usual` tokens if None are
+    given.
 
     Raises ValueError for a length out of range."""
     if tokens is None:
@@ -79,11 +81,12 @@ def names(rng: random.Random, n: int, syllables: int) -> list[str]:
     return made
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Answers
 
 def strings_in(answer: Any) -> list[str]:
-    """The strings of an answer: itself, or those in nested lists; anything else is ignored."""
+    """The strings of an answer: itself, or those in nested lists; anything else is
+    ignored."""
     found, stack = [], [answer]
     while stack:  # a loop: an answer may be nested deeper than Python's recursion limit
         item = stack.pop()
@@ -95,18 +98,19 @@ def strings_in(answer: Any) -> list[str]:
 
 
 def as_line(answer: Any) -> str:
-    """A string or number as text, a flat list of them joined by commas; anything else as ""."""
+    """A string or number as text, a flat list of them joined by commas; anything else as
+    ""."""
     if isinstance(answer, list):
         parts = [as_line(item) for item in answer if not isinstance(item, list)]
         return ", ".join(filter(None, parts))
     if isinstance(answer, str):
         return answer
-    if type(answer) is int and answer.bit_length() < 200:  # Python will not write very long ones
+    if type(answer) is int and answer.bit_length() < 200:  # Python refuses longer ones
         return str(answer)
     return str(answer) if type(answer) is float else ""
 
 
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 # Rows of a file
 
 def field(row: Any, name: str, kind: type, where: str = "") -> Any:
