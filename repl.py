@@ -93,7 +93,7 @@ class REPL:
     async def execute(self, code: str, on_query: Callable | None = None) -> Result:
         """Run one block. Never raises for what the code did.
 
-        `await on_query(kind, prompts, contexts)` answers queries of the code: `kind` is "llm"
+        `await on_query(kind, prompts, contexts)` answers queries: `kind` is "llm"
         or "rlm", `contexts` is a list of JSON values or None. It returns one JSON value per
         prompt. What it raises ends the REPL and is raised here. Raises REPLError if the
         server was lost or the REPL is closed. After a block that called FINAL or died there

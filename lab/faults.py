@@ -1,11 +1,15 @@
-"""Train while the machine misbehaves: `python tests/faults.py [flags of train.py]`.
+"""Train while the machine misbehaves: `python -m lab.faults [flags of train.py]`.
 
-One REPL start in ten is refused, the fork server is killed about once in 3,000 starts (a dozen
-steps; all trees in flight are lost each time), and for 20 starts in 5,000 the temporary directory
-is a full disk. Training has to end all the same, with the
-lost trees run again or excluded, and counted; what it reaches is compared with undisturbed runs.
-The full disk needs root (a small tmpfs is mounted); without it that fault is left out, and said.
+One REPL start in ten is refused. The REPL server is killed about once in 3,000 starts (a
+dozen steps), and all trees in flight are lost. For 20 starts in 5,000 the temporary
+directory is a full disk. Training has to end all the same, and the lost trees have to be
+run again, or excluded and counted. The result can be compared with undisturbed runs.
+
+The full disk needs root, as a small tmpfs is mounted. Without that right it is left out,
+and the program says so.
 """
+
+import contextlib
 import os
 import random
 import signal
@@ -13,56 +17,60 @@ import subprocess
 import sys
 import tempfile
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import train
+from repl import Handle, REPLError
 
-import repl  # noqa: E402
-import train  # noqa: E402
+REFUSED = 1 / 10  # of the starts
+KILLED = 1 / 3000  # of the starts
+ROUND, FULL, EMPTY = 5000, 500, 520  # of 5,000 starts, the disk is full from the 500th
 
-faults = {"refused": 0, "killed": 0, "full disk": 0}
 
+class Faults:
+    """Stands between the client and the server, in place of `Handle.request`."""
 
-def inject(rng: random.Random, disk: str) -> None:
-    request, starts = repl.Handle.request, 0
+    def __init__(self, disk: str):
+        self.request = Handle.request
+        self.random = random.Random(0)
+        self.disk = disk  # a small one; "" if there is none
+        self.starts = 0
+        self.counts = {"refused": 0, "killed": 0, "full disk": 0}
 
-    def faulty(*args):
-        nonlocal starts
-        starts += 1
-        if disk and starts % 5000 == 500:
-            fill(disk)
-            faults["full disk"] += 1
-            kill()  # or the server would need no room: it has its directory already
-        if disk and starts % 5000 == 520:
-            for name in os.listdir(disk):
-                if name.startswith("fill"):
-                    os.remove(os.path.join(disk, name))
-        if rng.random() < 0.1:
-            faults["refused"] += 1
-            raise repl.REPLError("injected: the start was refused")
-        if rng.random() < 1 / 3000:
-            kill()
-        return request(*args)
+    def __call__(self, *args: object) -> None:
+        self.starts += 1
+        if self.disk and self.starts % ROUND == FULL:
+            fill(self.disk)
+            self.counts["full disk"] += 1
+            self.kill()  # the next server needs room for its directory
+        if self.disk and self.starts % ROUND == EMPTY:
+            empty(self.disk)
+        if self.random.random() < REFUSED:
+            self.counts["refused"] += 1
+            raise REPLError("injected: the start was refused")
+        if self.random.random() < KILLED:
+            self.kill()
+        self.request(*args)
 
-    def kill():
-        if repl.Handle.current is not None:
-            faults["killed"] += 1
-            os.kill(repl.Handle.current.process.pid, signal.SIGKILL)
-
-    repl.Handle.request = faulty
+    def kill(self) -> None:
+        if Handle.current is not None:
+            self.counts["killed"] += 1
+            os.kill(Handle.current.process.pid, signal.SIGKILL)
 
 
 def fill(disk: str) -> None:
     """Take every byte and every inode."""
-    try:
+    with contextlib.suppress(OSError):
         with open(os.path.join(disk, "fill"), "wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
-    except OSError:
-        pass
-    try:
+    with contextlib.suppress(OSError):
         for i in range(100_000):
             open(os.path.join(disk, f"fill{i}"), "wb").close()
-    except OSError:
-        pass
+
+
+def empty(disk: str) -> None:
+    for name in os.listdir(disk):
+        if name.startswith("fill"):
+            os.remove(os.path.join(disk, name))
 
 
 def main() -> None:
@@ -72,16 +80,17 @@ def main() -> None:
     if mounted:
         tempfile.tempdir = disk
     else:
-        print("faults.py: no right to mount a small disk: that fault is left out")
-    inject(random.Random(0), disk if mounted else "")
+        print("faults: no right to mount a small disk, so that fault is left out",
+              file=sys.stderr)
+    faults = Handle.request = Faults(disk if mounted else "")
     try:
         train.main()
     finally:
-        print(f"faults injected: {faults}")
-        repl.Handle.stop()
+        Handle.stop()
         if mounted:
             subprocess.run(["umount", "-l", disk])
         os.rmdir(disk)
+        print(f"faults injected: {faults.counts}")
 
 
 if __name__ == "__main__":
