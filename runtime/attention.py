@@ -1,14 +1,28 @@
-"""Attention where plain causal attention over a padded batch is not enough: over rows that are
-packed one after another (for training) and over the pages of a KV cache (for sampling).
+"""Attention where it is not simply causal over each row of a batch: over rows packed one
+after another (training) and over the pages of a KV cache (sampling).
 
-Each way is an `attend(layer, q, k, v) -> out` that the model calls in every layer with q of shape
-(1, H, N, E), k and v of shape (1, K, N, E), and that returns (1, H, N, E).
+The model calls `attend(layer, q, k, v) -> out` in every layer: q and out have the shape
+(1, H, N, E), k and v (1, K, N, E). `packed_rows` returns such a function.
 
-Shapes: N tokens, H query and K key/value heads, E head_dim.
+For sampling there are two classes: `FlashPages` reads the pages in place and needs CUDA,
+`GatheredRows` works everywhere, and `attention_for` chooses. Both have
+
+    forward(step)   write the step's keys and values into the pages; return the requests
+                    that sample, and their logits
+    reset()         after a failure: forget everything that is not in the pages
+
+A step is a list of (request, n): the request computes its next n tokens. Of a request they
+read `ids` (its tokens), `computed` (how many of these are in its pages) and `pages` (its
+page table). Which request computes what, and who owns which page, is for sampler.py.
+
+Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query and K
+key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import inspect
+import os
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,12 +34,19 @@ try:
 except ImportError:
     varlen_attn = None
 
+SLICE = 16  # decoding rows in one call of SDPA
+HEAD_PART = 1024  # rows of the output matrix in one product
+# Numbers of requests for which a CUDA graph is made.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+# --- training: packed rows ----------------------------------------------------------------
 
 def packed_rows(lengths: list[int], device: torch.device):
-    """`attend` for rows of these lengths packed into one: each row sees only itself, causally.
+    """`attend` for rows of these lengths packed into one: causal attention within each row.
 
-    No N x N mask is made: flash attention computes all rows in one call where there is a kernel
-    for it, otherwise SDPA computes one row after another."""
+    No N x N mask is made: flash attention computes all rows in one call where there is a
+    kernel for it, otherwise SDPA computes one row after another."""
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
 
@@ -41,3 +62,311 @@ def packed_rows(lengths: list[int], device: torch.device):
         return torch.cat(out, 2)  # 1 H N E
 
     return attend
+
+
+# --- sampling: pages ----------------------------------------------------------------------
+
+def attention_for(model):
+    """The class that computes attention over pages for this model on its device."""
+    weight, head_dim = model.lm_head.weight, model.config.head_dim
+    flash = (varlen_attn is not None and weight.is_cuda
+             and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+             and weight.dtype in (torch.bfloat16, torch.float16)
+             and head_dim % 8 == 0 and head_dim <= 256)
+    return FlashPages if flash else GatheredRows
+
+
+def new_pool(model, memory: int | float, size: int) -> Tensor:
+    """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` holds
+    (bytes, or a share of the device's), and page 0, which is for padding. ValueError if it
+    holds none. On a CPU it takes up memory only where it is written."""
+    c, weight = model.config, model.lm_head.weight
+    token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * weight.itemsize
+    total = memory
+    if isinstance(memory, float):
+        device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if weight.is_cuda:
+            device_bytes = torch.cuda.get_device_properties(weight.device).total_memory
+        total = int(memory * device_bytes)
+    count = total // (size * token)
+    if count < 1:
+        raise ValueError(f"a KV pool of {memory} holds no page of {size} tokens, "
+                         f"{size * token:,} bytes")
+
+    shape = (c.num_hidden_layers, 2, count + 1, size, c.num_key_value_heads, c.head_dim)
+    if weight.is_cuda:
+        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+    zeros = np.zeros((count + 1) * size * token, np.uint8)  # torch would write its zeros
+    return torch.from_numpy(zeros).view(weight.dtype).view(shape)
+
+
+def flatten(step: list, pool: Tensor) -> list[Tensor]:
+    """A step as four int64 tensors: its N tokens, their positions, their slots in the pool
+    (page * S + offset), and the index among the N of the last token of each request that
+    samples."""
+    size = pool.shape[3]
+    ids, positions, slots, last = [], [], [], []
+    for request, n in step:
+        end = request.computed + n
+        ids += request.ids[request.computed:end]
+        positions += range(request.computed, end)
+        slots += [request.pages[i // size].index * size + i % size
+                  for i in range(request.computed, end)]
+        if end == len(request.ids):
+            last.append(len(ids) - 1)
+    return [torch.tensor(values, dtype=torch.int64, device=pool.device)
+            for values in (ids, positions, slots, last)]
+
+
+def sampling(step: list) -> list:
+    """The requests that sample after this step: all their tokens are computed then."""
+    return [request for request, n in step if request.computed + n == len(request.ids)]
+
+
+class GatheredRows:
+    """SDPA over one row of keys and values per request, for CPUs and older torch.
+
+    To gather the pages in every step would take longer than the attention itself. So each
+    request has its keys and values a second time, side by side in a row. They are gathered
+    once, when it gets the row; each step then writes to the row and to the pages. A row is
+    only a copy and may be dropped at any time.
+
+    Requests with one token in the step get the first rows, so that one call of SDPA serves
+    a slice of them. Prompts follow, with one call each."""
+    page = 16  # tokens of a page: small ones share more
+
+    def __init__(self, model, pool: Tensor, window: int):
+        self.model, self.pool, self.window = model, pool, window
+        self.reset()
+
+    def reset(self) -> None:
+        L, _, _, _, K, E = self.pool.shape
+        self.rows = self.pool.new_zeros(L, 2, 0, K, 0, E)  # L 2 B K T E
+        self.held = []  # for each row: the request, and how many of its tokens the row has
+
+    def forward(self, step: list) -> tuple[list, Tensor]:
+        """The requests that sample, by row, and their logits, (B, V) float32."""
+        step = self._arrange(step)
+        ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
+        ones = sum(n == 1 for _, n in step)
+        row_1 = torch.arange(ones, device=pos_N.device)
+
+        # Rows with one token, in slices: a row is padded only to the longest of its slice.
+        slices = []  # (first row, end, mask)
+        for low in range(0, ones, SLICE):
+            high = min(low + SLICE, ones)
+            longest = max(request.computed for request, _ in step[low:high]) + 1
+            mask_BT = self._mask(pos_N[low:high], longest)
+            slices.append((low, high, mask_BT[:, None, None]))  # B 1 1 T
+
+        # Prompts: (row, first token in the step, end, tokens in the row, mask).
+        chunks = []
+        low = ones
+        for row, (request, n) in enumerate(step[ones:], ones):
+            length = request.computed + n
+            mask = None  # plain causal attention
+            if request.computed:
+                mask = self._mask(pos_N[low:low + n], length)  # n T
+            chunks.append((row, low, low + n, length, mask))
+            low += n
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # N H E, N K E, N K E
+            for new, pool, rows in zip((k, v), self.pool[layer], self.rows[layer]):
+                pool.view(-1, *pool.shape[2:])[slots_N] = new
+                if ones:
+                    rows[row_1, :, pos_N[:ones]] = new[:ones]
+                for row, low, high, length, _ in chunks:
+                    start = length - (high - low)
+                    rows[row, :, start:length] = new[low:high].transpose(0, 1)
+
+            keys, values = self.rows[layer]  # B K T E
+            out = torch.empty_like(q)
+            K, E = k.shape[1:]
+            for low, high, mask in slices:
+                # The G heads that share keys are G queries at the same position.
+                T = mask.shape[-1]
+                got = F.scaled_dot_product_attention(
+                    q[low:high].view(high - low, K, -1, E), keys[low:high, :, :T],
+                    values[low:high, :, :T], attn_mask=mask)  # B K G E
+                out[low:high] = got.reshape(high - low, -1, E)
+            for row, low, high, length, mask in chunks:
+                got = F.scaled_dot_product_attention(
+                    q[None, low:high].transpose(1, 2), keys[row, None, :, :length],
+                    values[row, None, :, :length], attn_mask=mask, is_causal=mask is None,
+                    enable_gqa=True)  # 1 H n E
+                out[low:high] = got[0].transpose(0, 1)
+            return out.transpose(0, 1)[None]  # 1 H N E
+
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        # The matrix is larger than a CPU's cache: in parts the product takes half the time.
+        parts = self.model.lm_head.weight.split(HEAD_PART)
+        logits = [F.linear(hidden_ND[last_B], part) for part in parts]
+        return sampling(step), torch.cat(logits, -1).float()
+
+    def _arrange(self, step: list) -> list:
+        """The step in the order of its rows, with keys and values in them."""
+        ones = [pair for pair in step if pair[1] == 1]
+        prompts = [pair for pair in step if pair[1] > 1]
+        step = self._place(ones, 0) + self._place(prompts, len(ones))
+        self._grow(len(step), max(request.computed + n for request, n in step))
+        for row, (request, n) in enumerate(step):
+            if self.held[row] != (request, request.computed):
+                self._gather(row, request)
+            self.held[row] = (request, request.computed + n)
+        return step
+
+    def _place(self, pairs: list, first: int) -> list:
+        """The pairs by row, from row `first` on. Who has one of these rows keeps it."""
+        row_of = {request: row for row, (request, _) in enumerate(self.held)}
+        order = [None] * len(pairs)
+        movers = []
+        for pair in pairs:
+            row = row_of.get(pair[0], -1)
+            if first <= row < first + len(pairs):
+                order[row - first] = pair
+            else:
+                movers.append(pair)
+        return [movers.pop() if pair is None else pair for pair in order]
+
+    def _grow(self, count: int, length: int) -> None:
+        """Make room for `count` rows of `length` tokens, and for more, to copy rarely."""
+        B, T = self.rows.shape[2], self.rows.shape[4]
+        if count <= B and length <= T:
+            return
+        old, shape = self.rows, list(self.rows.shape)
+        if count > B:
+            shape[2] = max(count, 2 * B)
+        if length > T:
+            shape[4] = min(max(length, T * 3 // 2, 128), self.window)
+        self.rows = old.new_zeros(shape)
+        self.rows[:, :, :B, :, :T] = old
+        self.held += [(None, 0)] * (shape[2] - B)
+
+    def _gather(self, row: int, request) -> None:
+        n, size = request.computed, self.pool.shape[3]
+        table = [page.index for page in request.pages[:-(-n // size)]]
+        keys_values = self.pool[:, :, table].flatten(2, 3)[:, :, :n]  # L 2 n K E
+        self.rows[:, :, row, :, :n] = keys_values.transpose(2, 3)
+
+    def _mask(self, pos_N: Tensor, length: int) -> Tensor:
+        """(N, length): what to add to the scores of queries at these positions."""
+        later = torch.arange(length, device=pos_N.device) > pos_N[:, None]
+        mask = torch.zeros_like(later, dtype=self.pool.dtype)
+        return mask.masked_fill_(later, -torch.inf)
+
+
+class FlashPages:
+    """Flash attention that reads the pages in place, for CUDA.
+
+    varlen_attn is causal only with window_size=(-1, 0). num_splits=1, because splitting the
+    keys gives wrong results over pages (pytorch issue 194167); with it, the batch does not
+    change a request's result either.
+
+    A step in which every request has one token is replayed as a CUDA graph for the next
+    larger batch size in GRAPH_SIZES, captured when it is first needed. The rows that fill
+    it up write into page 0, which no request owns."""
+    page = 256  # tokens of a page: what the kernel is fastest with
+
+    def __init__(self, model, pool: Tensor, window: int):
+        self.model, self.pool = model, pool
+        self.columns = 2 + -(-window // pool.shape[3])  # token, length, page table
+        self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
+        self.memory = None  # shared by all graphs
+
+    def reset(self) -> None:
+        pass  # there is nothing beside the pages
+
+    def forward(self, step: list) -> tuple[list, Tensor]:
+        """The requests that sample, and their logits, (B, V) float32."""
+        decoding = all(request.computed + 1 == len(request.ids) for request, _ in step)
+        if decoding and len(step) <= GRAPH_SIZES[-1]:
+            return sampling(step), self._decode(step)
+
+        ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
+        device = pos_N.device
+        counts = [n for _, n in step]
+        ends = [request.computed + n for request, n in step]
+        starts_B = starts_of(torch.tensor(counts, device=device))
+        ends_B = torch.tensor(ends, dtype=torch.int32, device=device)
+        width = max(len(request.pages) for request, _ in step)
+        table = np.zeros((len(step), width), np.int32)
+        for row, (request, _) in zip(table, step):
+            row[:len(request.pages)] = [page.index for page in request.pages]
+        table_BP = torch.from_numpy(table).to(device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._write(layer, slots_N, k, v)
+            out = varlen_attn(
+                q[0].transpose(0, 1), *self.pool[layer], starts_B, starts_of(ends_B),
+                max(counts), max(ends), window_size=(-1, 0), enable_gqa=True,
+                seqused_k=ends_B, block_table=table_BP, num_splits=1)  # N H E
+            return out.transpose(0, 1)[None]  # 1 H N E
+
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        return sampling(step), self.model.lm_head(hidden_ND[last_B]).float()
+
+    def _write(self, layer: int, slots_N: Tensor, k: Tensor, v: Tensor) -> None:
+        for new, pool in zip((k, v), self.pool[layer]):
+            pool.view(-1, *pool.shape[2:]).index_copy_(0, slots_N, new[0].transpose(0, 1))
+
+    def _decode(self, step: list) -> Tensor:
+        """One token of each request: (B, V) logits."""
+        B = next(size for size in GRAPH_SIZES if size >= len(step))
+        host = np.zeros((B, self.columns), np.int32)
+        host[:, 1] = 1
+        for row, (request, _) in zip(host, step):
+            row[0], row[1] = request.ids[-1], len(request.ids)
+            row[2:2 + len(request.pages)] = [page.index for page in request.pages]
+        host = torch.from_numpy(host)
+        if not self.pool.is_cuda:  # without graphs, so that everything else has its tests
+            return self._decode_batch(host)[:len(step)]
+        if B not in self.graphs:
+            self.graphs[B] = self._capture(host.to(self.pool.device))
+        graph, inputs, logits_BV = self.graphs[B]
+        inputs.copy_(host)
+        graph.replay()
+        return logits_BV[:len(step)]
+
+    def _capture(self, inputs: Tensor) -> tuple:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what the first call allocates must not be captured
+            self._decode_batch(inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            logits_BV = self._decode_batch(inputs)
+        self.memory = graph.pool()
+        return graph, inputs, logits_BV
+
+    def _decode_batch(self, inputs: Tensor) -> Tensor:
+        """One token of each row of `inputs` (token, length, page table): (B, V) logits. A
+        graph can be made of it, because the host looks at no value."""
+        B, size = len(inputs), self.pool.shape[3]
+        longest = (self.columns - 2) * size
+        ids_B, length_B = inputs[:, 0], inputs[:, 1].contiguous()
+        table_BP = inputs[:, 2:].contiguous()
+        pos_B = length_B.long() - 1
+        page_B = table_BP.gather(1, (pos_B // size)[:, None])[:, 0]
+        slots_B = page_B * size + pos_B % size
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._write(layer, slots_B, k, v)
+            # The G heads that share keys are G queries at the same position, so not causal.
+            K, G, E = k.shape[1], q.shape[1] // k.shape[1], k.shape[3]
+            q = q[0].transpose(0, 1).view(B, K, G, E).transpose(1, 2).reshape(B * G, K, E)
+            starts_B = torch.arange(B + 1, device=q.device, dtype=torch.int32) * G
+            out = varlen_attn(
+                q, *self.pool[layer], starts_B, starts_of(length_B), G, longest,
+                seqused_k=length_B, block_table=table_BP, num_splits=1)  # B*G K E
+            out = out.view(B, G, K, E).transpose(1, 2).reshape(B, K * G, E)
+            return out.transpose(0, 1)[None]  # 1 H B E
+
+        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], attend)[0]
+        return self.model.lm_head(hidden_BD).float()
+
+
+def starts_of(lengths_B: Tensor) -> Tensor:
+    """Where each of the rows begins, and the end of the last: (B + 1,) int32."""
+    return F.pad(lengths_B.cumsum(0), (1, 0)).int()
