@@ -1,16 +1,31 @@
-"""Before torch is loaded: one thread, for small models on a machine that may be busy."""
+"""What several test files share. Before torch is loaded: one thread, for small models on a
+machine that may be busy."""
 import os
+import sys
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
+         "--heldout 3").split()
+
+
+def command(module, monkeypatch, *args):
+    """Run a program's main with these arguments. Returns its exit status or its message, and
+    None if it returned."""
+    name = module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, args)])
+    try:
+        module.main()
+    except SystemExit as stop:
+        return stop.code
+    return None
+
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory):
-    """A finished short run of the default command, from nothing: its init, warm-up, final."""
-    from test_train import SHORT, command
-
+    """A finished short run of the default command, from nothing: init, warmup, final."""
     import train
 
     out = tmp_path_factory.mktemp("run") / "a"

@@ -1,72 +1,205 @@
-"""Short whole runs through the command lines: what they leave behind, resuming, bad input."""
-import asyncio
+"""Short runs through the command line: what they leave behind, resuming, bad input."""
 import json
 import math
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SHORT, command
 
-from lab import ablation
-from runtime import checkpoint
 import eval as evaluation
-import grpo
-from runtime import plan
 import rlm
 import tasks
 import train
-import warmup
-from runtime.flags import parse
-from grpo import STATS
+from grpo import WATCHED
 from model import Qwen3
-from sampler import Sampler
+from runtime import checkpoint, plan
+from runtime.flags import parse
+from runtime.parallel import World
+from runtime.run import BUILT_IN, Start, starting_point
 from tokenizer import Tokenizer
-from tree import Node
+from tree import Rollout
 
 DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
-SHORT = ("--warmup-steps 3 --warmup-trees 6 --warmup-rows 4 --steps 2 --questions 2 --group 2 "
-         "--heldout 3 --show-every 1").split()
-
-
-def command(module, monkeypatch, *args):
-    """Run a script's main with these arguments; its exit status or message, None if it returned."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
-    try:
-        module.main()
-    except SystemExit as stop:
-        return stop.code
-    return None
-
-
-@pytest.fixture
-def finished(short_run):
-    return short_run
 
 
 def weights(path):
     return dict(Qwen3.from_pretrained(str(path)).named_parameters())
 
 
-def test_a_run_leaves_a_model_a_result_and_metrics(finished):
-    result = json.loads((finished / "result.json").read_text())
+def lines(out):
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def make_trainer(monkeypatch, out, *flags):
+    """A trainer that has loaded its model, as main() makes it."""
+    monkeypatch.setattr("sys.argv", ["train.py", "--out", str(out), *map(str, flags)])
+    return train.Trainer(parse("", train.Config, train.GROUPS), World())
+
+
+def one_step(trainer, trees):
+    """One step of GRPO on these trees, without a sampler; returns its metrics."""
+    trainer.sampler = SimpleNamespace(load=lambda model: None, stats={"seconds": 0.0},
+                                      model=trainer.model.merged_copy())
+    trainer.reference = None
+    if trainer.config.kl and not trainer.model.rank:
+        trainer.reference = trainer.model.merged_copy()
+    trainer.collect = lambda step: trees
+    trainer.reinforce()
+    return lines(trainer.config.out)[-1]
+
+
+# --- what a run leaves ------------------------------------------------------------------------
+
+def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
+    result = json.loads((short_run / "result.json").read_text())
     for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_n window_tokens "
-                "context_tokens seconds").split():
+                "context_tokens sampled_tokens seconds flags").split():
         assert key in result
     assert result["context_tokens"] > result["window_tokens"]
     assert {"config.json", "model.safetensors", "vocab.json", "merges.txt",
-            "tokenizer_config.json", "rlm.json"} <= set(os.listdir(finished / "final"))
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["phase"] == "grpo"]
+            "tokenizer_config.json", "rlm.json"} <= set(os.listdir(short_run / "final"))
+    steps = [row for row in lines(short_run) if row["phase"] == "grpo"]
     assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["largest_gap"] < 1e-4 for row in steps)  # float32: sampler and trainer agree
-    assert rlm.RLMConfig.load(finished / "final" / "rlm.json") == warmup.TINY_RLM
+    # In float32 sampler and trainer agree.
+    assert all(row["largest_gap"] < 1e-4 for row in steps)
+    assert rlm.RLMConfig.load(short_run / "final" / "rlm.json") == train.TINY_RLM
+    page = (short_run / "report.html").read_text()
+    assert "held out 0" in page and "question 0.1" in page
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monkeypatch):
+def test_the_tokenizer_of_a_tiny_model_fits_it(short_run):
+    tokenizer = Tokenizer.from_pretrained(short_run / "init")
+    model = Qwen3.from_pretrained(str(short_run / "init"))
+    assert tokenizer.vocab_size <= model.config.vocab_size
+
+
+def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch):
+    out = tmp_path / "c"
+    assert command(train, monkeypatch, *SHORT, "--data", DATA, "--out", out) is None
+    assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
+    report = tmp_path / "rows.json"
+    assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA, "--n", 3,
+                   "--json", report) is None
+    (row,) = json.loads(report.read_text())["rows"]
+    assert row["task"] == "evidence" and row["method"] == "rlm1" and row["n"] == 3
+    assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1 and row["length"] > 100
+
+
+def test_the_trained_model_answers_over_real_files(short_run, monkeypatch, capsys):
+    status = command(rlm, monkeypatch, "--model", short_run / "final", "--trace",
+                     "What is a rollout?", "README.md", "tree.py")
+    assert status is None or "no answer" in status  # three supervised steps teach little
+    assert "root" in capsys.readouterr().out
+
+
+def test_tokens_end_a_run_and_the_best_weights_stay(short_run, tmp_path, monkeypatch):
+    out = tmp_path / "h"
+    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                   "--warmup-steps", 0, "--heldout", 1, "--out", out,
+                   *"--tokens 1 --eval-every 1".split()) is None
+    # One step is more than one token.
+    (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
+    # Three supervised steps answer nothing, so there is no signal.
+    assert step["flat"] == 1 and step["skipped"] == 1
+    state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
+    assert state["best"] == {"step": 1, "score": 0.0} and weights(out / "best")
+    assert json.loads((out / "result.json").read_text())["sampled_tokens"] == (
+        step["tokens"] * 4)
+
+
+# --- the update -------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def scripted_trees(short_run):
+    """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
+    tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
+    task = tasks.make("evidence", random.Random(0))
+    trees = train.demonstrations([task] * 8, tokenizer, train.TINY_RLM, 0)
+    assert len({tree.reward for tree in trees}) > 2
+    assert any(tree.root.children for tree in trees)
+    return trees
+
+
+def test_a_batch_without_signal_changes_no_weight(short_run, tmp_path, scripted_trees,
+                                                  monkeypatch):
+    trainer = make_trainer(monkeypatch, tmp_path / "d", "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--steps", 1)
+    trainer.end_warm_up()
+    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
+    flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
+    row = one_step(trainer, flat)
+    assert (row["rows"], row["grad_norm"], row["skipped"], row["entropy"]) == (0, 0, 1, None)
+    assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    trainer.world.release()
+
+
+@pytest.mark.parametrize("flags", [
+    "", "--kl 0.1 --updates 2 --clip-high 0.28", "--lora-rank 2 --kl 0.1",
+    "--lora-rank 2 --objective dpo", "--objective own --bf16-states",
+    "--objective filter --recompute"])
+def test_every_objective_moves_the_weights_and_logs_what_to_watch(
+        flags, short_run, tmp_path, scripted_trees, monkeypatch):
+    trainer = make_trainer(monkeypatch, tmp_path / "g", "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--steps", 1, *flags.split())
+    trainer.end_warm_up()
+    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
+    row = one_step(trainer, scripted_trees)
+    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    assert all(math.isfinite(row[name]) for name in (*WATCHED[1:], "loss", "grad_norm"))
+    assert sum(depth["share"] for depth in row["by_depth"]) == pytest.approx(1)
+    if "--updates" in flags:
+        assert row["kl"] > 0
+    else:
+        assert row["ratio"] == pytest.approx(1)
+    assert -1 <= row["own_correlation"] <= 1
+    trainer.world.release()
+
+
+def test_a_teachers_trees_take_the_place_of_scripts(short_run, tmp_path, monkeypatch, capsys):
+    saved = tmp_path / "trees.jsonl"
+    assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train", "--n", 4,
+                   "--model", short_run / "init", "--save", saved) is None
+    out = tmp_path / "run"
+    assert command(train, monkeypatch, *SHORT, "--warmup", saved, "--model",
+                   short_run / "init", "--steps", 0, "--out", out) is None
+    assert "4 of 4 trees are fit to learn from" in capsys.readouterr().out
+    tokenizer = Tokenizer.from_pretrained(short_run / "init")
+    tree = train.teacher_trees(str(saved), tokenizer)[0]
+    for node in tree.root.walk():
+        sampled = [t.ids for t in node.turns if t.logprobs is not None]
+        texts = [t.text for t in node.turns if t.role == "assistant"]
+        assert sampled == [(*tokenizer.encode(t), tokenizer.end_of_turn) for t in texts]
+        # What is not sampled is what a rollout would have shown.
+        opening = tokenizer.open(node.turns[0].text, node.turns[1].text)
+        assert node.ids[:len(opening)] == opening
+    saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
+    with pytest.raises(ValueError, match="none of its 4 trees"):
+        train.teacher_trees(str(saved), tokenizer)
+
+
+# --- where a run starts from ------------------------------------------------------------------
+
+@pytest.mark.parametrize("last, phase, step, rank, weights, adapter, optimizer", [
+    (None, "warmup", 0, 0, "M", "", ""),
+    ("C", "warmup", 0, 0, "C", "", ""),
+    ("C", "warmup", 7, 16, "C", "", "C/optimizer"),
+    ("C", "grpo", 0, 0, "C", "", ""),
+    ("C", "grpo", 7, 0, "C", "", "C/optimizer"),
+    ("C", "grpo", 0, 16, "O/warmup", "C/adapter", ""),
+    ("C", "grpo", 7, 16, "O/warmup", "C/adapter", "C/optimizer")])
+def test_where_a_run_starts_from(last, phase, step, rank, weights, adapter, optimizer):
+    config = train.Config(out="O", model="M", lora_rank=rank)
+    state = {"phase": phase, "step": step}
+    assert starting_point(config, last, state) == Start(
+        weights, adapter, optimizer, last or "", state)
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(short_run, tmp_path, monkeypatch):
     """Ctrl-C in the second step, then --resume: as if it had never stopped."""
     collect, calls = rlm.collect, []
 
@@ -80,206 +213,74 @@ def test_an_interrupted_run_resumes_to_the_same_weights(finished, tmp_path, monk
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlm, "collect", interrupted)
         assert "--resume" in command(train, patch, *SHORT, "--out", out, "--model",
-                                     finished / "init")
+                                     short_run / "init")
     assert not (out / "result.json").exists()
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
-    assert command(train, monkeypatch, "--out", out, "--resume") is None  # flags from run.json
-    whole, resumed = weights(finished / "final"), weights(out / "final")
-    for name, weight in whole.items():
+    # The flags come from run.json.
+    assert command(train, monkeypatch, "--out", out, "--resume") is None
+    straight, resumed = weights(short_run / "final"), weights(out / "final")
+    for name, weight in straight.items():
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "c"
-    assert command(train, monkeypatch, *SHORT, "--data", DATA, "--out", out) is None
-    assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
-    report = tmp_path / "rows.json"
-    assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA, "--n", 3,
-                   "--json", report) is None
-    (row,) = json.loads(report.read_text())["rows"]
-    assert row["task"] == "evidence" and row["method"] == "rlm1" and row["n"] == 3
-    assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1 and row["length"] > 100
-
-
-def test_the_trained_model_answers_over_real_files_without_breaking(finished, monkeypatch, capsys):
-    status = command(rlm, monkeypatch, "--model", finished / "final", "--trace",
-                     "What is a rollout?", "README.md", "tree.py")
-    assert status is None or "no answer" in status  # three supervised steps teach little
-    assert "root" in capsys.readouterr().out
-
-
-def test_a_batch_without_signal_changes_no_weight(finished):
-    trainer = train.Trainer(train.RunConfig(out=str(finished.parent / "d"), heldout=2,
-                                            model=str(finished / "final")),
-                            train.WarmupConfig(), train.UpdateConfig(), grpo.GRPOConfig())
-    task = tasks.make_task("evidence", random.Random(0))
-    sampler = Sampler(trainer.model, batch=4, window=trainer.config.window)
-    trees = asyncio.run(rlm.collect([task] * 4, rlm.local_policy(sampler, trainer.tokenizer),
-                                    trainer.tokenizer, trainer.config, (0,), ["g"] * 4))
-    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
-    flat = [train.Rollout(r.task, "g", r.root, 0.5) for r in trees]
-    metrics = trainer.update(flat, 0)
-    assert metrics["rows"] == 0 and metrics["grad_norm"] == 0
-    assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
-    signal = [train.Rollout(r.task, "g", r.root, float(i)) for i, r in enumerate(trees)]
-    assert trainer.update(signal, 0)["grad_norm"] > 0
-
-
-def make_trainer(monkeypatch, finished, out, flags):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(finished / "warmup"), "--heldout",
-                                      "2", "--out", str(out), *flags.split()])
-    return train.Trainer(*parse("", train.CONFIGS))
-
-
-@pytest.mark.parametrize("flags, rounds", [("", 3), ("--objective filter", 1)])
-def test_what_is_no_signal_depends_on_the_objective(flags, rounds, finished, tmp_path, monkeypatch):
-    """Trees that are all right say nothing to a baseline, and all to rejection sampling."""
-    trainer = make_trainer(monkeypatch, finished, tmp_path / "g",
-                           f"--resample 2 --questions 2 --group 2 {flags}")
-    asked = []
-    trainer.ahead, trainer.refresh = None, lambda: None
-    trainer.grow = lambda step, again, trees: asked.append(again) or {
-        n: (Node(), 1.0, "") for n in range(len(trees))}
-    kept, _ = trainer.sample(0)
-    assert asked == list(range(rounds)) and len(kept) == 4
-
-
-@pytest.mark.parametrize("flags", [
-    "--objective dpo --norms-by-depth", "--kl 0.1 --updates 2", "--lora-rank 2 --objective dpo",
-    "--own 0.5 --process 0.1 --children one", "--objective filter --keep 0.1 --overlong mask"])
-def test_every_objective_moves_the_weights_and_logs_what_to_watch(flags, finished, tmp_path,
-                                                                  monkeypatch):
-    trainer = make_trainer(monkeypatch, finished, tmp_path / "g", flags + " --max-norm 1e9")
-    trainer.end_warmup()
-    trainer.make_reference()
-    task = tasks.make_task("evidence", random.Random(0))
-    trees = warmup.demonstrations([task] * 8, trainer.tokenizer, trainer.config, 0)
-    assert len({r.reward for r in trees}) > 2 and any(r.root.children for r in trees)
-    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
-    gradients, zero_grad = [], trainer.optimizer.zero_grad
-    monkeypatch.setattr(trainer.optimizer, "zero_grad", lambda **more: (gradients.append(
-        {n: w.grad.clone() for n, w in trainer.model.named_parameters() if w.requires_grad}),
-        zero_grad(**more)))
-    m = trainer.update(trees, 3)
-    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
-    assert all(math.isfinite(m[name]) for name in (*STATS[1:], "loss", "grad_norm"))
-    assert sum(d["share"] for d in m["by_depth"]) == pytest.approx(1)
-    assert m["kl"] > 0 if "--updates" in flags else m["ratio"] == pytest.approx(1)
-    if "--norms-by-depth" in flags:
-        assert all(d["grad_norm"] > 0 for d in m["by_depth"]) and len(gradients) == 3
-        for name, gradient in gradients.pop().items():  # the parts of the depths make up the whole
-            torch.testing.assert_close(sum(g[name] for g in gradients), gradient, rtol=1e-3,
-                                       atol=1e-5 * float(gradient.abs().max()) + 1e-9)
-    assert -1 <= m["own_correlation"] <= 1
-
-
-def test_groups_without_signal_are_sampled_again(finished, tmp_path, monkeypatch):
-    out = tmp_path / "h"
-    assert command(train, monkeypatch, *SHORT, "--model", finished / "warmup", "--warmup-steps", 0,
-                   "--heldout", 1, "--out", out,
-                   *"--resample 1 --tokens 1 --eval-every 1".split()) is None
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    (step,) = [row for row in rows if row["phase"] == "grpo"]  # one step is more than a token
-    assert step["flat"] == 1 and step["skipped"] == 1  # three supervised steps answer nothing
-    best = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())["best"]
-    assert best == {"step": 1, "score": 0.0} and weights(out / "best")
-    assert json.loads((out / "result.json").read_text())["sampled_tokens"] > step["tokens"] * 4
-
-
-def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
-    """Three runs of which one was finished before; the files say what the runs say."""
-    monkeypatch.setattr(ablation, "SETS", {"two": {"default": "", "summed": "--children sum"}})
-    monkeypatch.setattr(ablation, "SEEDS", (0, 1))
-    asked = []
-
-    def fake(path, flags):
-        asked.append((os.path.basename(path), flags))
-        os.makedirs(os.path.join(path, "warmup"), exist_ok=True)
-        score = 0.1 * len(asked)
-        (result := os.path.join(path, "result.json"))
-        with open(result, "w", encoding="utf-8") as file:
-            json.dump({"seed": int(path[-1]), "heldout_warmup": 0.1, "heldout_final": score,
-                       "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0,
-                       "flags": {"children": "sum" if "summed" in path else "mean"}}, file)
-        with open(os.path.join(path, "warmup", "rlm.json"), "w", encoding="utf-8") as file:
-            file.write("{}")
-        with open(os.path.join(path, "metrics.jsonl"), "w", encoding="utf-8") as file:
-            file.write(json.dumps({"phase": "grpo", "step": 1, "reward": score, "entropy": 0.5,
-                                   "tokens_worse": 7.0, "tokens_better": None,
-                                   "own_correlation": 0.25}) + "\n")
-
-    monkeypatch.setattr(ablation, "train", fake)
-    fake(str(tmp_path / "summed-0"), "")  # 0.1: finished before
-    ablation.run("two", str(tmp_path))
-    assert [path for path, _ in asked] == ["summed-0", "warmup-0", "default-0", "warmup-1",
-                                           "default-1", "summed-1"]
-    saved = json.loads((tmp_path / "two.json").read_text())
-    first, second = saved["rows"]
-    assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
-    # Differences -0.2 and +0.1: mean -0.05, standard error 0.15, Student's 12.71 for two.
-    assert second["difference"] == pytest.approx([-0.05, -0.05 - 12.71 * 0.15,
-                                                  -0.05 + 12.71 * 0.15], abs=1e-3)
-    assert first["difference"][0] == 0 and second["runs"][0]["tokens_worse"] == [7.0]
-    assert (tmp_path / "two.svg").read_text().count("<circle") == 4
-    ablation.SETS["two"]["summed"] = "--children one"
-    with pytest.raises(ValueError, match="summed-0 was run with children sum, not one"):
-        ablation.run("two", str(tmp_path))
-
-
-def test_the_tokenizer_of_a_tiny_model_fits_it(finished):
-    tokenizer = Tokenizer.from_pretrained(finished / "init")
-    assert tokenizer.vocab_size <= Qwen3.from_pretrained(str(finished / "init")).config.vocab_size
-
-
-@pytest.mark.parametrize("args, says", [
-    (["--model", "/nowhere"], "/nowhere"),
-    (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
-    (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--credit", "both"], "inherit or root or children"),
-    (["--credit", "root", "--children", "sum"], "have no effect"),
-    (["--objective", "dpo", "--kl", "0.1"], "dpo takes neither kl"),
-    (["--ablation", "core"], "sets all flags itself"),
-    (["--plan", "--task", "niah"], "evidence or deep"),
-    (["--group", "1"], "group is 1, the least is 2"),
-    (["--lr", "nan"], "lr is nan"),
-    (["--clip-high", "0.28"], "need updates"),
-    (["--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--warmup-score", "0.5"], "of the trees of warmup"),
-    (["--task", "deep", "--data", DATA], "not of data"),
-    (["--sandbox", "maybe"], "require, auto or off"),
-    (["--length", "none"], "sequence or constant or batch"),
-    (["--task", "niah"], "evidence or deep"),
-    (["--warmup-degenerate", "lazy"], "echo, flood"),
-    (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite"),
-])
-def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
-    message = command(train, monkeypatch, *SHORT, "--out", tmp_path / "e", *args)
-    assert isinstance(message, str) and says in message and "\n" not in message
-    assert not (tmp_path / "e" / "result.json").exists()
-    assert not (tmp_path / "e" / "final").exists()
-
-
-def test_an_unknown_set_of_configurations_is_refused(tmp_path, monkeypatch):
-    message = command(train, monkeypatch, "--ablation", "all", "--out", tmp_path / "e")
-    assert "there are core" in message
-
-
-def test_a_run_is_neither_overwritten_nor_changed_by_mistake(finished, tmp_path, monkeypatch):
+def test_a_run_of_an_earlier_version_resumes_if_its_flags_are_built_in_now(
+        short_run, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    shutil.copytree(finished, out)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    shutil.copytree(short_run, out)
+    flags = json.loads((out / "run.json").read_text()) | BUILT_IN | {
+        "compile": False, "keep_last": 2, "sample_threads": 1, "show_every": 25}
+    (out / "run.json").write_text(json.dumps(flags | {"lora_alpha": 16.0}))
+    message = command(train, monkeypatch, "--out", out, "--resume")
+    assert "lora_alpha is 16.0; a resumed run cannot change it to 32.0" in message
+    (out / "run.json").write_text(json.dumps(flags))
+    assert command(train, monkeypatch, "--out", out, "--resume") is None
+
+
+def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+
+    def files():
+        return {path: path.read_bytes() for path in out.rglob("*")
+                if path.is_file() and path.name != "lock"}
+
+    before = files()
     for flags, says in (
             ((), "holds another run"),
             (("--overwrite", "--model", out / "warmup"), "lies in --out"),
             (("--overwrite", "--warmup", "/nowhere.jsonl"), "/nowhere.jsonl"),
             (("--resume", "--seed", 7), "seed is 0; a resumed run cannot change it"),
             (("--resume", "--credit", "root"), "credit is 'inherit'")):
-        message = command(train, monkeypatch, *SHORT, "--out", out, *flags)
-        assert says in message
-        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        assert {p: b for p, b in after.items() if p.name != "lock"} == {
-            p: b for p, b in before.items() if p.name != "lock"}
+        assert says in command(train, monkeypatch, *SHORT, "--out", out, *flags)
+        assert files() == before
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("args, says", [
+    (["--model", "/nowhere"], "/nowhere"),
+    (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
+    (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["--credit", "both"], "inherit or root or children"),
+    (["--credit", "root", "--children", "sum"], "no effect"),
+    (["--objective", "nothing"], "nothing"),
+    (["--group", "1"], "group is 1, the least is 2"),
+    (["--lr", "nan"], "lr is nan"),
+    (["--clip-high", "0.28"], "need"),
+    (["--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["--warmup", "x.jsonl", "--warmup-steps", "0"], "warmup has no effect"),
+    (["--sandbox", "maybe"], "require or auto or off"),
+    (["--length", "none"], "constant or sequence or batch"),
+    (["--task", "nothing"], "evidence, deep"),
+    (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
+    (["--reward", "/nowhere/reward.py"], "/nowhere/reward.py"),
+    (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite")])
+def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
+    message = command(train, monkeypatch, *SHORT, "--out", tmp_path / "e", *args)
+    assert isinstance(message, str) and says in message and "\n" not in message
+    assert not (tmp_path / "e" / "result.json").exists()
+    assert not (tmp_path / "e" / "final").exists()
 
 
 @pytest.mark.parametrize("args", [["--step", "3"], ["--steps", "many"]])
@@ -288,68 +289,52 @@ def test_an_unknown_flag_or_a_wrong_type_is_an_error(args, tmp_path, monkeypatch
     assert args[0] in capsys.readouterr().err
 
 
-def test_a_config_that_is_not_qwen3_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_the_help_shows_at_most_35_flags_in_groups(monkeypatch, capsys):
+    assert command(train, monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    flags = [line.split()[0] for line in said.splitlines() if line.startswith("  --")]
+    assert len(flags) == len(set(flags)) <= 35
+    places = [said.index(f"\n{title}:") for title in (
+        "the few that people change first", *train.GROUPS)]
+    assert places == sorted(places)
+
+
+def test_a_config_that_is_not_qwen3_is_refused_before_anything_is_written(
+        tmp_path, monkeypatch):
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    message = command(train, monkeypatch, "--model", tmp_path / "llama", "--out", tmp_path / "g")
+    message = command(train, monkeypatch, "--model", tmp_path / "llama", "--out",
+                      tmp_path / "g")
     assert "model_type is 'llama'" in message and not (tmp_path / "g").exists()
 
 
-def test_a_run_that_cannot_fit_stops_before_loading(finished, tmp_path, monkeypatch, capsys):
+def test_a_run_that_cannot_fit_stops_before_loading(short_run, tmp_path, monkeypatch, capsys):
     def never(*args, **more):
         raise AssertionError("weights were read")
+
     monkeypatch.setattr(Qwen3, "from_pretrained", never)
     monkeypatch.setattr(plan, "device_bytes", lambda device: 100 << 20)
-    message = command(train, monkeypatch, "--model", finished / "final", "--out", tmp_path / "i")
+    message = command(train, monkeypatch, "--model", short_run / "final", "--out",
+                      tmp_path / "i")
     assert "needs" in message and "the device has 0.1" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
-    assert command(train, monkeypatch, "--model", finished / "final", "--plan") is None
+    assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
     assert capsys.readouterr().out == table  # a run starts with what --plan prints
 
 
 def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch):
-    lines = open(DATA, encoding="utf-8").read().splitlines()
-    row = json.loads(lines[1])
+    rows = Path(DATA).read_text(encoding="utf-8").splitlines()
+    row = json.loads(rows[1])
     row["evidence"][0]["selections"][0]["text"] = "never written"
     bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]))
+    bad.write_text("\n".join([rows[0], json.dumps(row), *rows[2:]]))
     message = command(train, monkeypatch, "--data", bad, "--out", tmp_path / "h")
     assert "line 2" in message and "does not occur" in message
     assert not (tmp_path / "h").exists()
 
 
-@pytest.mark.parametrize("args, says", [
-    (["--n", "0"], "--n"),
-    (["--data", DATA, "--n", "99"], "holds only"),
-    (["--json", "/nowhere/rows.json"], "/nowhere/rows.json"),
-])
-def test_bad_input_to_eval_gives_one_line(args, says, finished, monkeypatch):
-    message = command(evaluation, monkeypatch, "--model", finished / "final", *args)
-    assert isinstance(message, str) and says in message and "\n" not in message
-
-
-def test_the_bootstrap_interval_covers_the_mean():
-    rng, hits = random.Random(0), 0
-    for _ in range(200):  # 95 % nominal; a binomial mean of 60 draws, true mean 0.3
-        low, high = evaluation.bootstrap([float(rng.random() < 0.3) for _ in range(60)], 500)
-        hits += low <= 0.3 <= high
-    assert 180 <= hits <= 200
-
-
-def test_heldout_questions_share_no_term_with_training():
-    held = {tasks.keyword(t) for t in evaluation.heldout_tasks(128)}
-    seen = {tasks.keyword(tasks.make_task("evidence", random.Random(i))) for i in range(2000)}
-    assert not held & seen
-
-
-def test_half_of_the_warm_up_may_be_degenerate():
-    questions = [tasks.make_task("evidence", random.Random(i)) for i in range(40)]
-    trees = warmup.demonstrations(questions, None, warmup.TINY_RLM, 0, "echo")
-    kinds = [tasks.degenerate(r.task, r.root) for r in trees]
-    assert set(kinds[1::2]) == {"echo"} and kinds[::2].count("echo") < 5
-    assert train.describe(trees)["degenerate"]["echo"] == kinds.count("echo") / 40
-
+# --- what takes minutes -----------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
@@ -370,6 +355,4 @@ def test_the_default_run_learns_to_delegate(tmp_path, monkeypatch):
     assert command(train, monkeypatch, "--out", out) is None
     result = json.loads((out / "result.json").read_text())
     assert 0.10 <= result["heldout_warmup"] <= 0.45
-    assert result["heldout_final"] >= 0.80  # one seed; the mean of three is above 0.85
-    assert abs(result["heldout_4x"] - result["heldout_final"]) <= 0.10
-    assert grpo.GRPOConfig().credit == "inherit"
+    assert result["heldout_final"] >= 0.80  # of one seed
