@@ -113,7 +113,7 @@ def reward(task: Task, answer: Any) -> float:
 
 
 def part_score(task: Task, part: Any, answer: Any) -> float | None:
-    """The score of a child's answer about `part` of the context; None where there is none."""
+    """The score of a child's answer about `part` of the context; None if there is none."""
     if task.kind == QUESTION or not hasattr(load(task.kind), "part_score"):
         return None
     return _call(task.kind, "part_score", task, part, answer)
@@ -135,8 +135,8 @@ def keyword(task: Task, node) -> str:
 
 
 def demonstrate(task: Task, node, rng: random.Random) -> str:
-    """The next message of a scripted strategy, good or bad, which `rng` draws. A caller that
-    gives every turn of a node an equal rng lets the node keep its strategy.
+    """The next message of a scripted strategy, good or bad, which `rng` draws. A caller
+    that gives every turn of a node an equal rng lets the node keep its strategy.
 
     A kind without such scripts shows its oracle. Raises ValueError if it has neither."""
     if hasattr(load(task.kind), "demonstrate"):
@@ -145,8 +145,8 @@ def demonstrate(task: Task, node, rng: random.Random) -> str:
 
 
 def _call(kind: str, name: str, *args: Any, **named: Any) -> Any:
-    """What a function of a kind returns, checked. A mistake in a handed-in file is told with
-    the file and the line."""
+    """What a function of a kind returns, checked. A mistake in a handed-in file is reported
+    with its file and line."""
     module = load(kind)
     if not hasattr(module, name):
         raise ValueError(f"the task {Path(module.__file__).stem} has no function {name}")

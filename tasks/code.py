@@ -1,16 +1,16 @@
-"""code: what a call returns, across files; multiple choice (CodeQA of LongBench v2,
-2412.15204).
+"""code: what a call returns, across files; four choices (LongBench v2, arXiv 2412.15204).
 
 Gold is a letter, "A" to "D". The score is exact.
 
 f calls g in another file, which calls h in a third. Two more files hold a g and an h with
 other numbers: only the imports tell which is meant, and the wrong choices are what the
-wrong ones give. """
+wrong ones give.
+"""
 import re
 
 from tasks.in_repl import TOOLS, asked, script, sentences_with, word_of
 from tasks.text import (NOUNS, POOL, VERBS, as_line, characters, field, fill, make_sentence,
-                        make_term, text_field)
+                        make_term)
 
 STRATEGY = """\
 The context is a dict {path: source}. Find the function, follow its imports from file to \
@@ -84,7 +84,7 @@ def read(row):
         raise ValueError("field 'answer' is not A, B, C or D")
     choices = [f"({c}) {field(row, f'choice_{c}', str)}" for c in LETTERS]
     query = "\n".join([field(row, "question", str), *choices, "Answer with the letter."])
-    return query, text_field(row, "context"), letter
+    return query, field(row, "context", str, blank=False), letter
 
 
 # Runs in the REPL: children read one file each, and say where to go on.

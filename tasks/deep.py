@@ -6,7 +6,8 @@ Two papers of two sections of two paragraphs are nested lists. One word of each 
 in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
 the context and too long to be written as code, all words look alike and none occurs twice:
 to find the one that counts, somebody has to read the paragraph. The model's window (TINY)
-holds one paragraph. """
+holds one paragraph.
+"""
 import random
 from itertools import product
 

@@ -5,7 +5,8 @@ alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), wi
 gold share of its characters.
 
 A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up
-term. The question asks for the sentences about one term. """
+term. The question asks for the sentences about one term.
+"""
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
 from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, make_sentence,
@@ -130,8 +131,7 @@ def part_score(task, part, answer):
 
 
 def mark(text: str, spans) -> bytearray:
-    """One byte per character of `text`: 1 where any span occurs, overlapping occurrences
-    too.
+    """One byte per character of `text`: 1 where any span occurs, also where two overlap.
 
     Linear, also on periodic texts: occurrences that overlap by more than half follow each
     other at the span's period, so only one period has to be compared anew, not the whole

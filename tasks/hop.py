@@ -1,16 +1,16 @@
-"""hop: each document leads to the next, in the manner of BrowseComp-Plus (arXiv
-2508.06600).
+"""hop: each document leads to the next, as in BrowseComp-Plus (arXiv 2508.06600).
 
 Gold is a short string. The score is exact after HotpotQA's normalisation; BrowseComp-Plus
 itself asks a judge model.
 
 A person, known by trade and birthplace -> the teacher -> the institute that the teacher
-directed -> its city. Others share the trade or the birthplace, but not both. """
+directed -> its city. Others share the trade or the birthplace, but not both.
+"""
 import re
 import string
 
 from tasks.in_repl import TOOLS, asked, first_hit, script
-from tasks.text import (as_line, characters, field, fill, filler, names, text_field)
+from tasks.text import as_line, characters, field, fill, filler, names
 
 STRATEGY = """\
 The context is a dict {id: document}. No document holds the whole answer: search for the \
@@ -19,7 +19,8 @@ search for that, and so on. Return the final name alone."""
 TOKENS = 8_000
 QUERY = """\
 Someone who was a {job} born in {town} studied with a person who later directed an \
-institute. In which city does that institute stand? Answer with the name of the city alone."""
+institute. In which city does that institute stand? Answer with the name of the city \
+alone."""
 JOBS = "composer weaver printer surveyor physician baker mason chemist".split()
 
 
@@ -65,8 +66,7 @@ def score(task, answer):
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous blanks (SQuAD,
-    HotpotQA)."""
+    """Lower case, without punctuation, articles and superfluous blanks."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -79,11 +79,11 @@ def read(row):
         for i, document in enumerate(field(row, name, list)):
             where = f"{name}[{i}]"
             key = field(document, "docid", str, where)
-            context[key] = text_field(document, "text", where)
+            context[key] = field(document, "text", str, where, blank=False)
     if not context:
         raise ValueError("field 'gold_docs' and the others are empty: no context")
     context = dict(sorted(context.items()))  # the gold does not come first
-    return field(row, "query", str), context, text_field(row, "answer")
+    return field(row, "query", str), context, field(row, "answer", str, blank=False)
 
 
 # Runs in the REPL: children read one document each.

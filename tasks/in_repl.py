@@ -5,7 +5,8 @@ docstrings (up to the first empty line) go into the prompt.
 
 What an oracle or a keyword script does is written as plain functions, too. There they find
 the REPL's builtins (rlm_query, rlm_query_batched, ...) as free names; in our files these
-names are undefined, and nobody calls the functions. """
+names are undefined, and nobody calls the functions.
+"""
 import ast
 import bisect
 import functools
@@ -30,7 +31,7 @@ def search(text, keyword, window=300, bidirectional=True):
     verbatim; window=0 gives just the sentences that contain it.
 
     `window` characters before (if bidirectional) and after it count; passages that overlap
-    are joined. """
+    are joined."""
     low, word, passages, end = text.lower(), keyword.lower(), [], -1
     if len(low) != len(text):  # some letters change length: positions would shift
         low, word = text, keyword

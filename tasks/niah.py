@@ -1,7 +1,7 @@
 """niah: one needle in filler, RULER's task (arXiv 2404.06654).
 
-Gold is a list of strings. The score is the share of them that the answer contains, any
-case. """
+Gold is a list of strings. The score is the share of them in the answer, in any case.
+"""
 import re
 
 from tasks.in_repl import PIECES, TOOLS, first_hit, script

@@ -4,7 +4,8 @@ Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0
 |error|.
 
 The labels of generated lines follow from how a question begins, so that a script can know
-them; a model has to read. pairs.py asks other questions about such lines. """
+them; a model has to read. pairs.py asks other questions about such lines.
+"""
 import ast
 import re
 from collections import Counter
@@ -13,7 +14,7 @@ from datetime import datetime
 from tasks import Task
 from tasks.in_repl import PIECES, TOOLS, first_hit, script
 from tasks.text import (ADJECTIVES, NOUNS, POOL, as_line, characters, field, how_many_fit,
-                        make_term, text_field)
+                        make_term)
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do, and then counted, \
@@ -93,7 +94,7 @@ def _question(rng, opener: str, terms: list[str]) -> str:
     return f"{opener} the {thing} of {rng.choice(terms)}?"
 
 
-# 'Jan 06, 2023' as '2023-01-06'. This one also runs in the REPL.
+# Runs in the REPL, too: 'Jan 06, 2023' as '2023-01-06'.
 def iso_date(day):
     months = "JanFebMarAprMayJunJulAugSepOctNovDec"
     return f"{day[8:]}-{months.index(day[:3]) // 3 + 1:02}-{day[4:6]}"
@@ -150,7 +151,7 @@ def parts_of(query: str) -> tuple:
             users[1].split(", ") if users else [], [iso_date(day) for day in days])
 
 
-# The answer over rows (date, user, label); None if two answers tie. Also runs in the REPL.
+# Runs in the REPL, too: the answer over rows (date, user, label); None if two answers tie.
 def tally(rows, form, labels, users, dates):
     if users:
         rows = [row for row in rows if row[1] in users]
@@ -236,7 +237,8 @@ def read(row):
     gold = {"type": kind, "value": value}
     if not value or score(Task("", "oolong", "", "", gold), value) < 1:
         raise ValueError(f"field 'answer' is no {kind}: {text[:60]!r}")
-    return field(row, "question", str), text_field(row, "context_window_text"), gold
+    context = field(row, "context_window_text", str, blank=False)
+    return field(row, "question", str), context, gold
 
 
 # Runs in the REPL: rows (date, user, label). Children give one digit per line, the number

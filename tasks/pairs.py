@@ -1,12 +1,12 @@
 """pairs: label every line, then compare users (OOLONG-Pairs of arXiv 2512.24601).
 
-Gold is [[id, id], ...]. The score is the F1 over unordered pairs. The lines are those of
-oolong. """
+Gold is [[id, id], ...]. The score is the F1 over unordered pairs. oolong makes the lines.
+"""
 import re
 
-from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
 from tasks.in_repl import TOOLS, script, sentences_with, word_of
-from tasks.text import as_line, characters, field, text_field
+from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
+from tasks.text import as_line, characters, field
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do; comparing users is \
@@ -28,8 +28,7 @@ HOW_MANY = ("at least one instance", "at least two instances", "exactly one inst
 
 def make(rng, tokens=None, heldout=False):
     """The rule has one of the three shapes of the paper's twenty queries: both users alike,
-    the same with a date, and two users who differ. It holds for some pairs, at most for
-    half."""
+    that with a date, two users who differ. It holds for some pairs, at most for half."""
     chars = characters(tokens, TOKENS, MOST)
     context, rows = records(rng, chars, max(8, min(150, chars // 1000)), True)
     users = len({user for _, user, _ in rows})
@@ -61,17 +60,16 @@ def parts_of(query: str) -> tuple:
     rule = query.split("list lower ID first) ")[1].split(". Each question")[0]
     label = f"(?:{'|'.join(LABELS)})"
     clause = rf"(at least|exactly) (one|two) instances? with ({label}(?: or {label})?)"
-    clauses = []
+    users = []
     for part in rule.split("and the other user"):
-        clauses.append([[how, 1 if number == "one" else 2, which.split(" or ")]
-                        for how, number, which in re.findall(clause, part)])
-    dated = re.search(rf"that are ({label}) for both users must be (\w+) (.+)", rule)
-    return (clauses[0], clauses[-1],
-            [dated[1], dated[2], iso_date(dated[3])] if dated else [])
+        users.append([[how, {"one": 1, "two": 2}[number], which.split(" or ")]
+                      for how, number, which in re.findall(clause, part)])
+    said = re.search(rf"that are ({label}) for both users must be (\w+) (.+)", rule)
+    dated = [said[1], said[2], iso_date(said[3])] if said else []
+    return users[0], users[-1], dated
 
 
-# The pairs [lower ID, higher ID] that fit, over rows (date, user, label). Also runs in the
-# REPL.
+# Runs in the REPL, too: the pairs [lower ID, higher ID] that fit, in rows as those of tally.
 def matching(rows, first, second, dated):
     instances = {}
     for day, user, label in rows:
@@ -128,7 +126,7 @@ def read(row):
     found = pairs_in(gold)
     if not found and gold not in ([], "[]"):
         raise ValueError("field 'answer' is no list of pairs")
-    return (question, text_field(row, "context_window_text"),
+    return (question, field(row, "context_window_text", str, blank=False),
             sorted(sorted(pair) for pair in found))
 
 

@@ -24,12 +24,8 @@ POOL = 400  # different sentences, lines or functions that fill a context
 LEAST, MOST = 2_000, 10_000_000  # tokens of a context
 
 
-# ---------------------------------------------------------------------------------------
-# Words and filler
-
 def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
-    """The length of a context, at four characters per token; `usual` tokens if None are
-    given.
+    """The length of a context, at four characters per token; None means `usual` tokens.
 
     Raises ValueError for a length out of range."""
     if tokens is None:
@@ -81,12 +77,8 @@ def names(rng: random.Random, n: int, syllables: int) -> list[str]:
     return made
 
 
-# ---------------------------------------------------------------------------------------
-# Answers
-
 def strings_in(answer: Any) -> list[str]:
-    """The strings of an answer: itself, or those in nested lists; anything else is
-    ignored."""
+    """The strings of an answer: itself, or those in nested lists. Ignores all else."""
     found, stack = [], [answer]
     while stack:  # a loop: an answer may be nested deeper than Python's recursion limit
         item = stack.pop()
@@ -98,8 +90,7 @@ def strings_in(answer: Any) -> list[str]:
 
 
 def as_line(answer: Any) -> str:
-    """A string or number as text, a flat list of them joined by commas; anything else as
-    ""."""
+    """A string or number as text, a flat list of them joined by commas; all else as ""."""
     if isinstance(answer, list):
         parts = [as_line(item) for item in answer if not isinstance(item, list)]
         return ", ".join(filter(None, parts))
@@ -110,23 +101,16 @@ def as_line(answer: Any) -> str:
     return str(answer) if type(answer) is float else ""
 
 
-# ---------------------------------------------------------------------------------------
-# Rows of a file
-
-def field(row: Any, name: str, kind: type, where: str = "") -> Any:
-    """row[name]. Raises ValueError that names the field if it is not there or not a `kind`;
-    `where` says which part of the row, such as "papers[0]"."""
-    at = f"{where}: " if where else ""
+def field(row: Any, name: str, kind: type, where: str = "", blank: bool = True) -> Any:
+    """row[name]. Raises ValueError that names the field if it is missing, is not a `kind`,
+    or is a blank text that may not be. `where` is the part of the row: "papers[0]"."""
+    wrong = ""
     if not isinstance(row, dict) or name not in row:
-        raise ValueError(f"{at}lacks field {name!r}")
-    if not isinstance(row[name], kind):
-        raise ValueError(f"{at}field {name!r} is not a {kind.__name__}")
+        wrong = f"lacks field {name!r}"
+    elif not isinstance(row[name], kind):
+        wrong = f"field {name!r} is not a {kind.__name__}"
+    elif not blank and not row[name].strip():
+        wrong = f"field {name!r} is empty"
+    if wrong:
+        raise ValueError(f"{where}: {wrong}" if where else wrong)
     return row[name]
-
-
-def text_field(row: Any, name: str, where: str = "") -> str:
-    """The same for a text that may not be blank."""
-    text = field(row, name, str, where)
-    if not text.strip():
-        raise ValueError(f"{where}: " * bool(where) + f"field {name!r} is empty")
-    return text
