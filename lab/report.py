@@ -506,8 +506,11 @@ function list() {
 }
 
 if (data.trees.length) {
-  for (const kind of ['all', ...new Set(data.trees.map(t => t.name.split(' #')[0]))])
-    $('filter').append(el('option', kind));
+  for (const kind of ['all', ...new Set(data.trees.map(t => t.name.split(' #')[0]))]) {
+    const option = el('option', kind);
+    option.value = kind;  // its text would lose line breaks
+    $('filter').append(option);
+  }
   $('filter').onchange = $('order').onchange = list;
   list();
 }

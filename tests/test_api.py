@@ -130,8 +130,8 @@ def test_a_token_budget_ends_the_run_cleanly_and_resume_pays_for_nothing_twice(
 
 def test_a_run_that_ends_keeps_the_replies_on_their_way(
         stub, evaluate, tmp_path, monkeypatch):
-    """Ctrl-C while eight slow requests are open: what the server served and what the journal
-    holds are the same."""
+    """Ctrl-C while eight slow requests are open: what the server served and what the
+    journal holds are the same."""
     server, out, post, sent = stub(delay=0.5), tmp_path / "r.json", API.post, []
 
     async def interrupt(self, body):
@@ -284,7 +284,8 @@ def test_the_three_ways_to_send_a_body(raw):
     assert (done.text, done.ids, done.stop) == ("hi", (), "stop")
     assert done.usage == {"prompt": 7, "reused": 0, "sampled": 2, "dollars": None}
     assert got == [{"model": "m", "temperature": 1.0, "max_tokens": 5, "messages": [
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": "question 0"}]}]
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "question 0"}]}]
 
 
 @pytest.mark.parametrize("raw", [
@@ -344,7 +345,7 @@ def test_what_lasts_is_raised(raw, error, says, monkeypatch):
 
 
 def test_a_reply_longer_than_asked_is_cut_and_paid_in_full():
-    long = {"choices": [{"message": {"content": "abcdefghij" * 2}, "finish_reason": "stop"}],
+    long = {"choices": [{"message": {"content": "abcdefghij" * 2}}],
             "usage": {"prompt_tokens": 7, "completion_tokens": 20}}
     account = Account()
     (done,), _ = ask([http(long)], account=account)
