@@ -32,7 +32,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def anchors(page):
     """The names by which GitHub links to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", TEXTS[page], re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    plain = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
 
 
 def code(text):
@@ -60,7 +61,7 @@ def test_every_relative_link_leads_somewhere(page):
 def test_every_file_that_is_named_exists(page):
     text = TEXTS[page]
     inside = re.findall(r"(?<![\w/.~])((?:lab|tasks|runtime|tests|docs)/[\w./-]*\w)", text)
-    modules = [f"lab/{name}.py" for name in re.findall(r"\blab\.(\w+)", text)]
+    modules = [f"lab/{name}.py" for name in re.findall(r"-m lab\.([a-z]\w*)", text)]
     on_top = re.findall(r"(?<![\w/.~])(\w+\.py)\b", text)
     of_the_reader = {*EXAMPLES, "my_task.py", "file.py"}
     for name in {*inside, *modules, *on_top} - of_the_reader:
@@ -173,6 +174,9 @@ def test_the_example_reward_and_objective_train(elsewhere, monkeypatch):
 MAKE = "def make(rng, tokens=None, heldout=False):\n    return 'q', 'c', 'a'\n"
 SCORE = "def score(task, answer):\n    return 1.0\n"
 ORACLE = "def oracle(task, node):\n    return '```repl\\nFINAL(1)\\n```'\n"
+ANSWER = "def score(task, answer):{}\n"
+CREDIT = "def credit(rollouts, config):{}\n"
+HERE = "  # here"  # the line that the message names
 BOOM = "    return {}['boom']  # here\n"
 
 MISTAKES = {  # file -> (how it is used, its text, what the message says)
@@ -180,35 +184,41 @@ MISTAKES = {  # file -> (how it is used, its text, what the message says)
     "no_score": ("--tasks", MAKE, "no function score"),
     "syntax": ("--tasks", "x = (  # here\n", "SyntaxError"),
     "importing": ("--tasks", "import nowhere_to_be_found  # here\n", "ModuleNotFoundError"),
-    "make_wrong": ("--tasks", "def make(rng, **more):  # here\n    return 'q', 3, 'a'\n"
-                   + SCORE + ORACLE, "make returned"),
-    "make_raises": ("--tasks", "def make(rng, **more):\n" + BOOM + SCORE + ORACLE, "KeyError"),
-    "score_wrong": ("--tasks", MAKE + ORACLE + "def score(task, answer):  # here\n"
-                    "    return 'good'\n", "score returned 'good'"),
-    "score_large": ("--tasks", MAKE + ORACLE + "def score(task, answer):  # here\n"
-                    "    return 2\n", "score returned 2"),
-    "score_raises": ("--tasks", MAKE + ORACLE + "def score(task, answer):\n" + BOOM,
-                     "KeyError"),
-    "oracle_wrong": ("--tasks", MAKE + SCORE + "def oracle(task, node):  # here\n"
-                     "    return 3\n", "oracle returned 3"),
-    "oracle_raises": ("--tasks", MAKE + SCORE + "def oracle(task, node):\n" + BOOM,
-                      "KeyError"),
+    "make_wrong": (
+        "--tasks",
+        SCORE + ORACLE + "def make(rng, **more):  # here\n    return 'q', 3, 'a'\n",
+        "make returned"),
+    "make_raises": (
+        "--tasks", SCORE + ORACLE + "def make(rng, **more):\n" + BOOM, "KeyError"),
+    "score_wrong": (
+        "--tasks", MAKE + ORACLE + ANSWER.format(HERE) + "    return 'good'\n",
+        "score returned 'good'"),
+    "score_large": (
+        "--tasks", MAKE + ORACLE + ANSWER.format(HERE) + "    return 2\n",
+        "score returned 2"),
+    "score_raises": ("--tasks", MAKE + ORACLE + ANSWER.format("") + BOOM, "KeyError"),
+    "oracle_wrong": (
+        "--tasks", MAKE + SCORE + "def oracle(task, node):  # here\n    return 3\n",
+        "oracle returned 3"),
+    "oracle_raises": (
+        "--tasks", MAKE + SCORE + "def oracle(task, node):\n" + BOOM, "KeyError"),
     "reward_missing": ("--reward", MAKE, "no function score"),
-    "reward_wrong": ("--reward", "def score(task, answer):  # here\n    return None\n",
-                     "score returned None"),
-    "reward_raises": ("--reward", "async def score(task, answer):\n" + BOOM, "KeyError"),
+    "reward_wrong": (
+        "--reward", ANSWER.format(HERE) + "    return None\n", "score returned None"),
+    "reward_raises": ("--reward", "async " + ANSWER.format("") + BOOM, "KeyError"),
     "objective_missing": ("--objective", SCORE, "no function credit"),
-    "objective_wrong": ("--objective", "def credit(rollouts, config):  # here\n"
-                        "    return [1.0]\n", "credit returned [1.0]"),
-    "objective_values": ("--objective", "def credit(rollouts, config):  # here\n"
-                         "    return {r.root: 1.0 for r in rollouts}\n", "credit returned 1.0"),
-    "objective_raises": ("--objective", "def credit(rollouts, config):\n" + BOOM, "KeyError"),
+    "objective_wrong": (
+        "--objective", CREDIT.format(HERE) + "    return [1.0]\n", "credit returned [1.0]"),
+    "objective_values": (
+        "--objective",
+        CREDIT.format(HERE) + "    return {r.root: 1.0 for r in rollouts}\n",
+        "credit returned 1.0"),
+    "objective_raises": ("--objective", CREDIT.format("") + BOOM, "KeyError"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_a_file_is_told_with_file_and_line(name, tmp_path, trained, monkeypatch,
-                                                        capsys):
+def test_a_mistake_names_file_and_line(name, tmp_path, trained, monkeypatch, capsys):
     flag, source, says = MISTAKES[name]
     file = tmp_path / f"{name}.py"
     file.write_text(source)
