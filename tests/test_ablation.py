@@ -1,0 +1,73 @@
+"""A set of configurations: what is run, what is continued, what the results say."""
+import json
+from pathlib import Path
+
+import pytest
+from conftest import command
+
+from lab import ablation
+
+RESULTS = Path(ablation.__file__).parent / "results"
+
+
+def finish(path, score):
+    """The files of a finished run."""
+    (path / "warmup").mkdir(parents=True)
+    (path / "warmup" / "rlm.json").write_text("{}")
+    (path / "result.json").write_text(json.dumps({
+        "seed": int(path.name[-1]), "heldout_warmup": 0.1, "heldout_final": score,
+        "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0,
+        "flags": {"children": "sum" if "summed" in path.name else "mean"}}))
+    (path / "metrics.jsonl").write_text(json.dumps({
+        "phase": "grpo", "step": 1, "reward": score, "entropy": 0.5, "tokens_worse": 7.0,
+        "tokens_better": None, "own_correlation": 0.25}) + "\n")
+
+
+def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
+    """Of the runs one was finished before; the files say what the runs say."""
+    two = {"default": "", "summed": "--children sum"}
+    monkeypatch.setattr(ablation, "SETS", {"two": two})
+    monkeypatch.setattr(ablation, "SEEDS", (0, 1))
+    asked = []
+
+    def train(path, flags):
+        asked.append(Path(path).name)
+        finish(Path(path), 0.1 * (1 + len(asked)))
+
+    monkeypatch.setattr(ablation, "train", train)
+    finish(tmp_path / "summed-0", 0.1)
+    assert command(ablation, monkeypatch, "two", "--out", tmp_path) is None
+    assert asked == ["warmup-0", "default-0", "warmup-1", "default-1", "summed-1"]
+
+    first, second = json.loads((tmp_path / "two.json").read_text())["rows"]
+    assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
+    # Differences -0.2 and +0.1: mean -0.05, standard error 0.15, Student's 12.71 for two.
+    low, high = -0.05 - 12.71 * 0.15, -0.05 + 12.71 * 0.15
+    assert second["difference"] == pytest.approx([-0.05, low, high], abs=1e-3)
+    assert first["difference"][0] == 0 and second["runs"][0]["tokens_worse"] == [7.0]
+    assert (tmp_path / "two.svg").read_text().count("<circle") == 4
+
+    two["summed"] = "--children mean"
+    message = command(ablation, monkeypatch, "two", "--out", tmp_path)
+    assert "summed-0 was run with children sum, not mean" in message
+
+
+def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "TRAIN", str(tmp_path / "nowhere.py"))
+    message = command(ablation, monkeypatch, "core", "--out", tmp_path)
+    assert "warmup-0: exit status 2" in message and "\n" not in message
+    assert "nowhere.py" in (tmp_path / "warmup-0" / "train.log").read_text()
+
+
+def test_an_unknown_set_is_refused(tmp_path, monkeypatch, capsys):
+    assert command(ablation, monkeypatch, "all", "--out", tmp_path) == 2
+    assert "'core', 'more'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["core", "more"])
+def test_the_committed_tables_say_what_the_committed_runs_say(name):
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    assert ablation.table(rows) in (RESULTS / f"{name}.md").read_text()
+    for row in rows:
+        assert ablation.mean([r["heldout_final"] for r in row["runs"]]) == row["mean"]
+    assert set(ablation.SETS[name]) <= {row["name"] for row in rows}
