@@ -1,25 +1,27 @@
 """One rollout of a Recursive Language Model: prompts, parsing, and the recursion.
 
-The context never enters the model's window. It is the variable `context` in a Python REPL. The
-model writes ```repl blocks, sees what they print, and ends by calling FINAL(value) in one. Its
-code may call the model again: rlm_query starts a child with a REPL of its own, llm_query asks
-for one plain completion. Parent and child are the same policy. The result is a tree of nodes.
+The context never enters the model's window. It is the variable `context` in a Python
+REPL. The model writes ```repl blocks, sees what they print, and ends by calling
+FINAL(value) in one. Its code may call the model again: rlm_query starts a child with a
+REPL of its own, llm_query asks for one plain completion. Parent and child are the same
+policy, and the result is a tree of nodes.
 
 Rules, in prompt and code alike:
-- All ```repl blocks of a message run in order. The first error or FINAL stops the rest.
+- All blocks of a message run in order. The first error or FINAL stops the rest.
 - A message without a complete block gets a reminder and costs a turn.
-- Conversations are append-only. Each observation ends with the turn counter and the question.
-- A node at depth <= max_depth has a REPL. Below that, rlm_query is a plain completion over
+- Conversations are append-only. An observation ends with turn counter and question.
+- A node at depth <= max_depth has a REPL. Below, rlm_query is a plain completion over
   prompt and context.
-- Budgets (nodes, sampled tokens, wall clock) belong to the tree and are reserved before use. A
-  batched query returns exactly one value per prompt. What was refused is a string that says why.
+- Budgets (nodes, sampled tokens, wall clock) belong to the tree and are reserved before
+  use. A batched query returns one value per prompt. What was refused is a string that says
+  why.
 
-The policy is any awaitable policy(node, max_tokens, key) -> Completion. The tokenizer is handed
-in. Without one (None) turns carry text only, for policies that read text. No torch is imported
-here: the command line and the class RLM load a model when they need it.
+The policy is any awaitable policy(node, max_tokens, key) -> Completion. The tokenizer is
+handed in. Without one (None) turns carry text only. No torch is imported here: the command
+line and the class RLM load a model when they need it.
 
-Source: Recursive Language Models (arXiv 2512.24601). One difference: there an answer may also
-be given in prose, as FINAL(...). Here only a call inside the REPL counts.
+Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
+prose, as FINAL(...). Here only a call inside the REPL counts.
 """
 import asyncio
 import inspect
@@ -44,7 +46,8 @@ from tree import Completion, Node, Rollout, Turn, printable, render
 
 @dataclass(frozen=True)
 class RLMConfig:
-    """How a tree may grow. Saved beside the weights as rlm.json: eval uses what was trained."""
+    """How a tree may grow. Saved beside the weights as rlm.json: eval uses what was
+    trained."""
     max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
     max_turns: int = 6  # messages of one node
     turn_tokens: int = 1024  # sampled tokens of one message
@@ -58,28 +61,31 @@ class RLMConfig:
 
     @classmethod
     def load(cls, path: str) -> "RLMConfig":
-        """From rlm.json. Raises OSError, or ValueError naming the file and what is wrong."""
+        """From rlm.json. Raises OSError, or ValueError naming the file and what is
+        wrong."""
         try:
             config = from_dict(cls, read_json(path), may_be_zero=("max_depth",))
         except ValueError as error:
             raise ValueError(f"{path}: not an RLM configuration ({error})") from None
         if config.style not in PROMPTS:
-            raise ValueError(f"{path}: style {config.style!r} is none of {', '.join(PROMPTS)}")
+            raise ValueError(
+                f"{path}: style {config.style!r} is none of {', '.join(PROMPTS)}")
         return config
 
     def save(self, path: str) -> None:
         write_json(path, asdict(self))
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # One tree, and many
 
-async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()) -> Node:
+async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
+                  key: tuple = ()) -> Node:
     """Run one tree for a task and return its root; the answer is root.answer.
 
-    `key` = (seed, step, rollout) is extended by (path, turn) for every completion. The policy's
-    mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a REPL that could
-    not be started, a sampler error. The tree is then lost."""
+    `key` = (seed, step, rollout) is extended by (path, turn) for every completion. The
+    policy's mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a
+    REPL that could not be started, a sampler error. The tree is then lost."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
     if tree.open(root, task.query, task.context):
@@ -95,18 +101,21 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple =
     return root
 
 
-async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, key: tuple = (),
-                  groups: list[str] | None = None, at_once: int = 256, tries: int = 2,
-                  on_done=lambda rollout: None, numbers: Iterable[int] | None = None,
+async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
+                  key: tuple = (), groups: list[str] | None = None, at_once: int = 256,
+                  tries: int = 2, on_done=lambda rollout: None,
+                  numbers: Iterable[int] | None = None,
                   score: Callable = tasks.reward) -> list[Rollout]:
     """Run and score one tree for each question, up to `at_once` side by side.
 
-    Returns the rollouts in order. A tree's number in its key is its place in the list, unless
-    `numbers` says otherwise. `score(task, answer) -> float` may be async. `on_done` sees each
-    rollout as it ends.
+    Returns the rollouts in order. A tree's number in its key is its place in the list,
+    unless
+    `numbers` says otherwise. `score(task, answer) -> float` may be async. `on_done` sees
+    each rollout as it ends.
 
-    A tree that the machine lost is run again. After `tries` it comes back with `failed` set and
-    reward 0: keep it out of means and baselines. If all are lost, the last error is raised."""
+    A tree that the machine lost is run again. After `tries` it comes back with `failed`
+    set and reward 0: keep it out of means and baselines. If all are lost, the last error
+    is raised."""
     gate = asyncio.Semaphore(at_once)
     lost: Exception | None = None
 
@@ -140,7 +149,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig, k
     return list(results)
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # The recursion
 
 class _Tree:
@@ -157,7 +166,8 @@ class _Tree:
         self.deadline = time.monotonic() + config.seconds
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening turns. Returns why not, if they leave no room to answer."""
+        """Give a node its opening turns. Returns why not, if they leave no room to
+        answer."""
         system, user = opening(node, query, context, self.task.kind, self.config)
         ids = self.tokenizer.open(system, user) if self.tokenizer else []
         size = len(ids) if self.tokenizer else (len(system) + len(user)) // 4
@@ -192,8 +202,8 @@ class _Tree:
                     return
 
     async def sample(self, node: Node, turn: int) -> Completion | None:
-        """One completion. Its tokens are reserved from the tree's budget first. If nothing is
-        left, returns None and sets the node's end."""
+        """One completion. Its tokens are reserved from the tree's budget first. If
+        nothing is left, returns None and sets the node's end."""
         room = self.config.window - self.size(node)
         granted = min(self.config.turn_tokens, room, self.tokens_left)
         if granted < 1 or time.monotonic() > self.deadline:
@@ -235,7 +245,8 @@ class _Tree:
 
     def observe(self, node: Node, completion: Completion, seen: str, turn: int,
                 query: str) -> bool:
-        """Append what the model sees next. Returns False if it does not fit into the window."""
+        """Append what the model sees next. Returns False if it does not fit into the
+        window."""
         text = observation(seen, turn + 2, self.config.max_turns, query, self.config.style)
         ids = []
         if self.tokenizer:
@@ -248,8 +259,8 @@ class _Tree:
         return True
 
     def size(self, node: Node) -> int:
-        """Tokens of a conversation. Where nobody made ids, four characters count as a token:
-        without a tokenizer, and in what an API wrote."""
+        """Tokens of a conversation. Where nobody made ids, four characters count as a
+        token: without a tokenizer, and in what an API wrote."""
         total = 0
         for turn in node.turns:
             has_ids = turn.ids or (self.tokenizer and turn.role != "assistant")
@@ -264,15 +275,14 @@ class _Tree:
         if kind == "llm":
             contexts = [None] * len(prompts)
         elif contexts is None:
-            contexts = [context] * len(prompts)  # a child without a context gets its parent's
+            contexts = [context] * len(prompts)  # a child without one gets its parent's
         if parent.depth >= self.config.max_depth:
             kind = "llm"  # below max_depth nobody has a REPL
         values: list[Any] = [None] * len(prompts)
-        running = []
+        running, limit = [], self.config.max_nodes
         for i, (prompt, part) in enumerate(zip(prompts, contexts)):
             if self.nodes_left < 1:
-                values[i] = (f"Error: the tree's budget of {self.config.max_nodes} nodes is "
-                             "used up")
+                values[i] = f"Error: the tree's budget of {limit} nodes is used up"
                 continue
             child = Node(path=(*parent.path, len(parent.children)), kind=kind)
             values[i] = self.open(child, prompt, part)
@@ -296,7 +306,7 @@ class _Tree:
         return values
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
 BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -313,36 +323,39 @@ ENDS = {
 
 
 def parse(text: str) -> list[str]:
-    """The code of all complete ```repl blocks, in order. A closing fence starts its line."""
+    """The code of all complete ```repl blocks, in order. A closing fence starts its
+    line."""
     return BLOCK.findall(text)
 
 
 FULL = """\
 You answer a question about a context that is too long to read at once. It is the variable \
-`context` in a Python REPL. Write code in blocks like this one; it runs, and you see what it prints:
+`context` in a Python REPL. Write code in blocks like this one; it runs, and you see what \
+it prints:
 
 ```repl
 print(type(context), len(context))
 ```
 
-All ```repl blocks of a message run in order; an error or FINAL stops the rest. Variables persist \
-between messages. Only what is printed is shown to you, at most {output} characters a block, so \
-print little. You have {turns} messages of at most {tokens} tokens.
+All ```repl blocks of a message run in order; an error or FINAL stops the rest. Variables \
+persist between messages. Only what is printed is shown to you, at most {output} \
+characters a block, so print little. You have {turns} messages of at most {tokens} tokens.
 
 In the REPL you have:
-- context: the data. FINAL(value): your answer; ends at once. FINAL_VAR("name"): the same with a \
-variable. SHOW_VARS(): names, types and sizes of your variables. Or build the answer in the dict \
-`answer`: answer["content"] = value, and answer["ready"] = True ends as FINAL does.
+- context: the data. FINAL(value): your answer; ends at once. FINAL_VAR("name"): the same \
+with a variable. SHOW_VARS(): names, types and sizes of your variables. Or build the answer \
+in the dict `answer`: answer["content"] = value, and answer["ready"] = True ends as FINAL does.
 {calls}{tools}
 {strategy}
-Give the answer only by calling FINAL inside a block. Be quick: look, {delegate}combine, FINAL."""
+Give the answer only by calling FINAL inside a block. Be quick: look, {delegate}combine, \
+FINAL."""
 
 CALLS = """\
 - rlm_query(prompt, context=None) -> the answer of {child} over the given \
-context (yours if None). rlm_query_batched(prompts, contexts) -> a list, all at once; one string \
-as prompts is used for every context.
-- llm_query(prompt) -> str, llm_query_batched(prompts) -> list: a model without a REPL, for short \
-texts.
+context (yours if None). rlm_query_batched(prompts, contexts) -> a list, all at once; one \
+string as prompts is used for every context.
+- llm_query(prompt) -> str, llm_query_batched(prompts) -> list: a model without a REPL, \
+for short texts.
 A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
 """
 
@@ -399,7 +412,7 @@ def as_text(context: Any) -> str:
     return context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # Policies, and a model to ask
 
 def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.0):
@@ -413,7 +426,8 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.
 
 
 def scripted(script: Callable[[Task, Node], str], task: Task, tokenizer):
-    """The policy that writes what script(task, node) returns, cut like a model's message."""
+    """The policy that writes what script(task, node) returns, cut like a model's
+    message."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         text = script(task, node)
         size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
@@ -433,10 +447,11 @@ def scripted(script: Callable[[Task, Node], str], task: Task, tokenizer):
 
 
 class RLM:
-    """A trained model to ask: RLM("runs/tiny/final").completion(question, context) -> answer.
+    """A trained model to ask: RLM("runs/tiny/final").completion(question, context) ->
+    answer.
 
-    `trace` holds the root of the last tree. Raises FileNotFoundError or ValueError, one line,
-    for a directory that is no checkpoint."""
+    `trace` holds the root of the last tree. Raises FileNotFoundError or ValueError, one
+    line, for a directory that is no checkpoint."""
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto"):
@@ -465,8 +480,8 @@ class RLM:
 def load_config(model_dir: str, positions: int, sandbox: str = "auto") -> RLMConfig:
     """rlm.json of a checkpoint, or the defaults.
 
-    The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter of this
-    machine, so it does not come from the checkpoint."""
+    The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter
+    of this machine, so it does not come from the checkpoint."""
     path = os.path.join(model_dir, "rlm.json")
     config = RLMConfig.load(path) if os.path.exists(path) else RLMConfig()
     return replace(config, window=min(config.window, positions),
@@ -487,7 +502,8 @@ def read_context(files: list[str]) -> Any:
 def main() -> None:
     import argparse
 
-    parser = argparse.ArgumentParser(description="Ask a recursive language model about files.")
+    parser = argparse.ArgumentParser(
+        description="Ask a recursive language model about files.")
     parser.add_argument("--model", required=True, help="checkpoint directory (no default)")
     parser.add_argument("--temperature", type=float, default=1.0,
                         help="sampling temperature, 0 is greedy (default 1.0)")

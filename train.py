@@ -1,21 +1,23 @@
 """Train a recursive language model: `python train.py`, nothing else needed.
 
-In order: (1) a warm-up, supervised on scripted rollouts. Good and bad strategies are mixed on
-purpose, so that the policy knows the syntax of its REPL but not what to do with it. (2) GRPO,
-where only the root's answer is scored and every child inherits its root's advantage. (3) A
-held-out evaluation before and after, on questions never seen, and on longer contexts.
+In order: (1) a warm-up, supervised on scripted rollouts. Good and bad strategies are
+mixed on purpose, so that the policy knows the syntax of its REPL but not what to do with
+it. (2) GRPO, where only the root's answer is scored and every child inherits its root's
+advantage. (3) A held-out evaluation before and after, on questions never seen, and on
+longer contexts.
 
 Without --model a tokenizer is trained, and a tiny Qwen3 is initialised and saved like any
 checkpoint. Everything after that is the same code for it and for a downloaded one.
 
-All randomness is drawn from (seed, phase, step), so a resumed run continues as if it had never
-stopped. With --lora-rank the warm-up still trains all weights. Then they are frozen and
-adapters are trained, so the model without its adapters is the one that GRPO started from.
+All randomness is drawn from (seed, phase, step), so a resumed run continues as if it had
+never stopped. With --lora-rank the warm-up still trains all weights. Then they are frozen
+and adapters are trained, so the model without its adapters is the one that GRPO started
+from.
 
-`torchrun --nproc-per-node N train.py ...` is the same run on N devices (runtime/parallel.py):
-each rank samples its share of a step's questions, then the nodes of all are dealt out for the
-update. What a run writes is in runtime/run.py, its metrics in runtime/metrics.py.
-"""
+`torchrun --nproc-per-node N train.py ...` is the same run on N devices
+(runtime/parallel.py): each rank samples its share of a step's questions, then the nodes
+of all are dealt out for the update. What a run writes is in runtime/run.py, its metrics
+in runtime/metrics.py. """
 import asyncio
 import math
 import os
@@ -65,7 +67,7 @@ class UpdateConfig:
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(8, "trees per question; their mean is the baseline", 2, common=True)
     lr: float = flag(
-        0.0, "peak learning rate, falls linearly to a tenth; 0: 5e-4, or 2e-3 with adapters",
+        0.0, "peak rate, falls linearly to a tenth; 0: 5e-4, or 2e-3 with adapters",
         common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
@@ -84,9 +86,11 @@ class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
           "the objective": GRPOConfig}
 
-# The model that is made without --model, and how its trees may grow (a task may differ, TINY).
-TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=384, rope_theta=1e4)
+# The model that is made without --model, and how its trees may grow (a task may differ,
+# TINY).
+TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            max_position_embeddings=384, rope_theta=1e4)
 TINY_VOCABULARY = 640
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief",
@@ -147,7 +151,8 @@ class Trainer:
             shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
             source = start.checkpoint or start.weights  # where tokenizer and rlm.json are
             self.tokenizer = Tokenizer.from_pretrained(source)
-            self.rlm = rlm.load_config(source, shape.max_position_embeddings, config.sandbox)
+            self.rlm = rlm.load_config(
+                source, shape.max_position_embeddings, config.sandbox)
             self.rlm = replace(self.rlm, max_depth=config.max_depth or self.rlm.max_depth)
             self.teacher = None
             if config.warmup and warms_up:
@@ -190,7 +195,8 @@ class Trainer:
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         kind = parallel.LeanAdamW if config.bf16_states else torch.optim.AdamW
         # Fused: the other kinds hold temporary copies of all weights.
-        self.optimizer = kind(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizer = kind(
+            trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.run.keep(self.model, self.optimizer, self.tokenizer, self.rlm)
 
     def train(self) -> None:
@@ -198,8 +204,8 @@ class Trainer:
         config, run = self.config, self.run
         sizes = [evaluation.context_tokens(task, self.tokenizer) for task in self.heldout]
         context = round(sum(sizes) / len(sizes))
-        print(f"training on {DEVICE}; a question's context has {context:,} tokens, the model's "
-              f"window {self.rlm.window:,}")
+        print(f"training on {DEVICE}; a question's context has {context:,} tokens, the "
+              f"model's window {self.rlm.window:,}")
         try:
             if run.state["phase"] == "warmup":
                 self.warm_up()
@@ -232,21 +238,23 @@ class Trainer:
             self.report(last, final)
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
 
-    # --- the warm-up ------------------------------------------------------------------------
+    # --- the warm-up ----------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Supervised steps on the assistant's tokens of scripted trees, or of a teacher's."""
+        """Supervised steps on the assistant's tokens of scripted trees, or of a
+        teacher's."""
         config, run = self.config, self.run
         if not config.warmup_steps:
             return
-        trees = self.teacher or demonstrations(
-            [self.question("warmup", i) for i in range(config.warmup_trees)], self.tokenizer,
-            self.rlm, config.seed)
+        trees = self.teacher
+        if trees is None:
+            questions = [self.question("warmup", i) for i in range(config.warmup_trees)]
+            trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
         nodes = [node for tree in trees for node in tree.root.walk()
                  if node.sampled and len(node.ids) <= self.rlm.window]
         if not nodes:
-            raise ValueError(f"no conversation of {config.warmup or 'the scripts'} fits into "
-                             f"the window of {self.rlm.window} tokens")
+            raise ValueError(f"no conversation of {config.warmup or 'the scripts'} fits "
+                             f"into the window of {self.rlm.window} tokens")
         reward = sum(tree.reward for tree in trees) / len(trees)
         kind = "saved" if config.warmup else "scripted"
         print(f"warm-up: {len(trees)} {kind} trees, {len(nodes)} nodes, mean reward "
@@ -261,9 +269,10 @@ class Trainer:
             tokens = sum(node.sampled for node in batch)
             loss = 0.0
             for pack in self.packs(rows):
-                logprobs, _ = self.model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+                logprobs, _ = self.model.logprobs(
+                    pack["ids"], pack["mask"], pack["lengths"])
                 part = -logprobs.sum() / tokens
-                (part * self.world.size).backward()  # sharded gradients are means over ranks
+                (part * self.world.size).backward()  # gradients are means over the ranks
                 loss += part.item()
             loss = sum(self.world.gather(loss))
 
@@ -281,8 +290,8 @@ class Trainer:
                 run.save_checkpoint()
 
     def end_warm_up(self) -> None:
-        """Keep the weights as OUT/warmup, and go on from there with a fresh optimizer, and with
-        adapters if they are wanted."""
+        """Keep the weights as OUT/warmup, and go on from there with a fresh optimizer,
+        and with adapters if they are wanted."""
         lora = self.config.lora_rank > 0
         dtype = self.frozen if lora else torch.float32
         path = self.run.save_model("warmup", dtype)
@@ -290,7 +299,7 @@ class Trainer:
         self.run.state.update(phase="grpo", step=0)
         self.run.save_checkpoint()
 
-    # --- GRPO -------------------------------------------------------------------------------
+    # --- GRPO -----------------------------------------------------------------------------
 
     def reinforce(self) -> list[Rollout]:
         """The method. Returns the trees of the last step."""
@@ -311,7 +320,8 @@ class Trainer:
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
 
-            # Each update is one optimizer step over all rows. Without a signal there is none.
+            # Each update is one optimizer step over all rows. Without a signal there is
+            # none.
             loss, norm, stats = 0.0, 0.0, Stats()
             for _ in range(config.updates if rows else 0):
                 loss, stats = 0.0, Stats()
@@ -319,7 +329,7 @@ class Trainer:
                     logprobs, entropy = model.logprobs(
                         pack["ids"], pack["mask"], pack["lengths"])
                     part, part_stats = policy_loss(logprobs, entropy, pack, config)
-                    (part * world.size).backward()  # sharded gradients are means over ranks
+                    (part * world.size).backward()  # gradients are means over the ranks
                     loss += part.item()
                     stats += part_stats
                 losses, all_stats = zip(*world.gather((loss, stats)))
@@ -342,13 +352,15 @@ class Trainer:
         return rollouts
 
     def collect(self, step: int) -> list[Rollout]:
-        """The trees of a step. This rank samples its share of the questions, and then gets the
-        trees of the others."""
+        """The trees of a step. This rank samples its share of the questions, and then
+        gets the trees of the others."""
         config, world = self.config, self.world
         first = step * config.questions
         asked = [self.question("grpo", first + i) for i in range(config.questions)]
-        trees = [(task, f"0.{i}") for i, task in enumerate(asked) for _ in range(config.group)]
-        mine = [n for n in range(len(trees)) if n // config.group % world.size == world.rank]
+        trees = [(task, f"0.{i}") for i, task in enumerate(asked)
+                 for _ in range(config.group)]
+        mine = [n for n in range(len(trees))
+                if n // config.group % world.size == world.rank]
         with (self.sampler.threads(),
               tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
             rollouts = asyncio.run(rlm.collect(
@@ -368,8 +380,8 @@ class Trainer:
 
     @torch.no_grad()
     def add_log_probabilities(self, packs: list[dict]) -> None:
-        """Those of the policy before the update, if there is more than one; and those of the
-        policy that GRPO started from, if there is a KL term."""
+        """Those of the policy before the update, if there is more than one; and those of
+        the policy that GRPO started from, if there is a KL term."""
         for pack in packs:
             inputs = pack["ids"], pack["mask"], pack["lengths"]
             if self.config.updates > 1:
@@ -393,7 +405,8 @@ class Trainer:
         return max(by_steps, by_tokens)
 
     def optimizer_step(self, lr: float, loss: float) -> float:
-        """Clip, step, clear. Returns the gradient's norm. Never lets a NaN into the weights."""
+        """Clip, step, clear. Returns the gradient's norm. Never lets a NaN into the
+        weights."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         norm = full_tensor(norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -409,10 +422,11 @@ class Trainer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return norm
 
-    # --- questions, scores, and what people see ---------------------------------------------
+    # --- questions, scores, and what people see -------------------------------------------
 
     def question(self, phase: str, i: int) -> tasks.Task:
-        """The i-th question of a phase: generated, or from a shuffle of the data per epoch."""
+        """The i-th question of a phase: generated, or from a shuffle of the data per
+        epoch."""
         config = self.config
         if self.questions is None:
             return tasks.make(config.task, random.Random(f"{config.seed} {phase} {i}"))
@@ -427,8 +441,9 @@ class Trainer:
         self.sampler.load(self.model)
         with self.sampler.threads():
             row, rollouts = evaluation.evaluate(
-                questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name), name,
-                slice(world.rank, None, world.size), world.gather, self.reward)
+                questions, self.policy, self.tokenizer, self.rlm,
+                (self.config.seed, name), name, slice(world.rank, None, world.size),
+                world.gather, self.reward)
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
@@ -468,13 +483,13 @@ class Trainer:
         trees += [(f"held out {i}", tree) for i, tree in enumerate(final)]
         advantages = grpo.advantages(last, self.config)
         evaluation.write_report(
-            self.run.path("report.html"), "Training run", asdict(self.config), rows, trees=trees,
-            tokenizer=self.tokenizer, metrics=self.run.metrics(),
+            self.run.path("report.html"), "Training run", asdict(self.config), rows,
+            trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
             advantages={tree.root: a for tree, a in zip(last, advantages)},
             gaps=evaluation.gaps(self.model, final))
 
 
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # What a run starts from
 
 def check(config: Config, ranks: int) -> None:
@@ -482,8 +497,8 @@ def check(config: Config, ranks: int) -> None:
     if config.warmup and not config.warmup_steps:
         raise ValueError("warmup_steps is 0: warmup has no effect")
     if ranks > config.questions:
-        raise ValueError(f"{ranks} ranks, but only {config.questions} questions per step: each "
-                         "rank samples its own")
+        raise ValueError(f"{ranks} ranks, but only {config.questions} questions per step: "
+                         "each rank samples its own")
 
 
 def read_questions(config: Config) -> tuple[list[tasks.Task] | None, list[tasks.Task]]:
@@ -493,8 +508,8 @@ def read_questions(config: Config) -> tuple[list[tasks.Task] | None, list[tasks.
         return tasks.split(tasks.read(config.data, config.task))
     scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
     if config.warmup_steps and not config.warmup and not scripts:
-        raise ValueError(f"the task {config.task} has no scripts to warm up on: give --warmup "
-                         "FILE or --warmup-steps 0")
+        raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
+                         "--warmup FILE or --warmup-steps 0")
     return None, evaluation.heldout_tasks(config.heldout, config.task)
 
 
@@ -521,8 +536,9 @@ def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> 
 
 def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
                    config: RLMConfig, seed) -> list[Rollout]:
-    """Scripted trees, run through the real REPL and the real rollout: what is learnt is what
-    will be executed. The scripts of a node are drawn from (seed, its tree, its path)."""
+    """Scripted trees, run through the real REPL and the real rollout: what is learnt is
+    what will be executed. The scripts of a node are drawn from (seed, its tree, its
+    path)."""
     async def policy(node, max_tokens, key):
         number = key[-3]  # the key ends with the tree's number, the path, the turn
 
@@ -539,8 +555,8 @@ def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
 
 
 def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
-    """The saved trees that are fit to learn from: an answer, no REPL error, a reward above 0.
-    Their texts are encoded anew. Raises ValueError if there are none."""
+    """The saved trees that are fit to learn from: an answer, no REPL error, a reward
+    above 0. Their texts are encoded anew. Raises ValueError if there are none."""
     saved = read_rollouts(path, tasks.Task)
     trees = []
     for tree in saved:
@@ -548,8 +564,8 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
         if tree.root.end == "final" and tree.reward > 0 and not tree.failed and not errors:
             trees.append(tree)
     if not trees:
-        raise ValueError(f"{path}: none of its {len(saved)} trees ended with an answer, without "
-                         "an error, with a reward above 0")
+        raise ValueError(f"{path}: none of its {len(saved)} trees ended with an answer, "
+                         "without an error, with a reward above 0")
     print(f"{path}: {len(trees)} of {len(saved)} trees are fit to learn from")
     for tree in trees:
         for node in tree.root.walk():

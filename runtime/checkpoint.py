@@ -1,10 +1,12 @@
-"""Checkpoints: directories that are there whole or not at all, and the one to continue from.
+"""Checkpoints: directories that are there whole or not at all, and the one to continue
+from.
 
-A checkpoint is OUT/checkpoints/PHASE-STEP. It holds the weights in the Hugging Face layout (of a
-model with adapters only these), tokenizer, rlm.json, the optimizer through torch's distributed
-checkpoint, so that any number of ranks can read it, and state.json. That is written last, with
-the size of every file: a file that was cut short is noticed, and the checkpoint before it is
-taken. No random state is saved: all randomness is drawn from (seed, phase, step).
+A checkpoint is OUT/checkpoints/PHASE-STEP. It holds the weights in the Hugging Face
+layout (of a model with adapters only these), tokenizer, rlm.json, the optimizer through
+torch's distributed checkpoint, so that any number of ranks can read it, and state.json.
+That is written last, with the size of every file: a file that was cut short is noticed,
+and the checkpoint before it is taken. No random state is saved: all randomness is drawn
+from (seed, phase, step).
 
 Left out: remote storage.
 """
@@ -30,8 +32,8 @@ KEPT = 2  # checkpoints; the last one may turn out to be damaged
 
 
 def write_directory(path: str, parts, world: World) -> None:
-    """Write a directory aside, then rename it to `path`. Every rank calls each of `parts` with
-    the directory aside. Raises parallel.Agreed if a part fails on any rank."""
+    """Write a directory aside, then rename it to `path`. Every rank calls each of `parts`
+    with the directory aside. Raises parallel.Agreed if a part fails on any rank."""
     aside, old = path + ".tmp", path + ".old"
     with world.together():
         if world.rank == 0:
@@ -68,8 +70,8 @@ def keep_last(out: str) -> None:
 
 
 def forget_after(out: str, path: str) -> None:
-    """Remove the checkpoints after the one that a run continues from. They are damaged, and the
-    run will write new ones at the same steps."""
+    """Remove the checkpoints after the one that a run continues from. They are damaged,
+    and the run will write new ones at the same steps."""
     found = checkpoints(out)
     for later in found[found.index(path) + 1:]:
         shutil.rmtree(later, ignore_errors=True)
@@ -91,8 +93,8 @@ def last_checkpoint(out: str) -> str | None:
         print(f"{path}: damaged ({', '.join(damaged)}), looking for one before it",
               file=sys.stderr)
     if found:
-        raise ValueError(f"{found[-1]}: every checkpoint is damaged; with --overwrite in place "
-                         "of --resume the run starts afresh")
+        raise ValueError(f"{found[-1]}: every checkpoint is damaged; with --overwrite in "
+                         "place of --resume the run starts afresh")
     return None
 
 
@@ -119,7 +121,8 @@ def no_room(out: str, size: int) -> str | None:
 
 def save_optimizer(model, optimizer, path: str) -> None:
     """By name of the weight, so that any number of ranks can read it. Raises OSError."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
+    # One process is fine, but torch warns of it.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
                  no_dist=not dist.is_initialized())

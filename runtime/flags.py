@@ -1,8 +1,8 @@
 """Dataclasses as command lines: a field that `flag` made is the flag --name, with its help.
 
-A class is a group of flags. Classes are combined by inheritance, so that a program has one
-flat configuration. Left out: nested configurations, files of settings. Standard library only.
-"""
+A class is a group of flags. Classes are combined by inheritance, so that a program has
+one flat configuration. Left out: nested configurations, files of settings. Standard
+library only. """
 from dataclasses import field, fields
 from typing import Any
 
@@ -10,7 +10,8 @@ from typing import Any
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False):
     """A dataclass field that becomes --name with this help text.
 
-    A number is at least `least`, a text one of `choices` if there are any. The flags that are
+    A number is at least `least`, a text one of `choices` if there are any. The flags that
+    are
     `common` come first in the help."""
     metadata = {"help": text, "least": least, "choices": choices, "common": common}
     return field(default=default, metadata=metadata)
@@ -30,9 +31,9 @@ def check(config) -> None:
 def parse(description: str, config_type, groups, earlier=lambda args: {}):
     """An instance of `config_type` from the command line.
 
-    `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives values
-    that stand in for the defaults. Raises ValueError for what `check` and the classes refuse.
-    Exits with status 2 for what is no flag, or no number."""
+    `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
+    values that stand in for the defaults. Raises ValueError for what `check` and the
+    classes refuse. Exits with status 2 for what is no flag, or no number."""
     import argparse
 
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
@@ -59,10 +60,11 @@ def _add(group, f) -> None:
 
 
 def from_dict(cls, raw: Any, may_be_zero: tuple = ()):
-    """An instance of a dataclass of plain fields, and of such dataclasses, from JSON values.
+    """An instance of a dataclass of plain fields, and of such dataclasses, from JSON
+    values.
 
-    Raises ValueError for an unknown field, for a value of another type, and for a number that
-    is not above 0 (`may_be_zero` names the exceptions)."""
+    Raises ValueError for an unknown field, for a value of another type, and for a number
+    that is not above 0 (`may_be_zero` names the exceptions)."""
     if not isinstance(raw, dict):
         raise ValueError(f"{raw!r:.40} is not an object with fields")
     default, values = cls(), {}

@@ -1,9 +1,8 @@
 """Functions and tasks that come from somebody's file: `path/to/file.py` or
 `path/to/file.py:function`.
 
-An error inside such a file is told in one line with the file, the line and the function, since
-it is the file's author who has to mend it. Standard library only.
-"""
+An error inside such a file is told in one line with the file, the line and the function,
+since it is the file's author who has to mend it. Standard library only. """
 import functools
 import importlib.util
 import inspect
@@ -16,7 +15,8 @@ from types import ModuleType
 
 
 class HandedInError(ValueError):
-    """A mistake in a file that was handed in. It ends the run: no tree is run again for it."""
+    """A mistake in a file that was handed in. It ends the run: no tree is run again for
+    it."""
 
 
 def is_path(spec: str) -> bool:
@@ -75,8 +75,8 @@ def function(module: ModuleType, name: str) -> Callable:
 
 
 def load_objective(spec: str) -> Callable:
-    """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by its NAME,
-    or of somebody's file. What it returns is checked."""
+    """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by
+    its NAME, or of somebody's file. What it returns is checked."""
     if not is_path(spec):
         spec = f"{Path(__file__).parent.parent}/lab/objectives.py:{spec}"
     credit = load(spec, "credit")
@@ -86,9 +86,10 @@ def load_objective(spec: str) -> Callable:
         if not isinstance(given, dict):
             raise wrong(credit, "{node: grpo.Credit(advantages, weight)}", given)
         for node, value in given.items():
-            numbers = [*getattr(value, "advantages", [math.nan]), getattr(value, "weight", 0)]
+            given_in = getattr(value, "advantages", [math.nan])
+            numbers = [*given_in, getattr(value, "weight", math.nan)]
             if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
-                raise wrong(credit, "finite numbers in grpo.Credit(advantages, weight)", value)
+                raise wrong(credit, "finite numbers in a grpo.Credit", value)
         return given
 
     return checked
@@ -128,5 +129,5 @@ def wrong(found: Callable, expected: str, got) -> HandedInError:
     """What to raise for a function that returned something else than it should."""
     code = inspect.unwrap(found).__code__
     where = f"{code.co_filename} line {code.co_firstlineno}"
-    return HandedInError(f"{where}: {found.__name__} returned {got!r:.80}; it should return "
-                         f"{expected}")
+    return HandedInError(
+        f"{where}: {found.__name__} returned {got!r:.80}; it should return {expected}")

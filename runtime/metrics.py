@@ -58,7 +58,8 @@ def line(m: dict, steps: int) -> str:
         merge = f" merge {m['merge_gap']:.0e}" if "merge_gap" in m else ""
         update = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}{merge} "
                   f"grad {m['grad_norm']:.2f}")
-    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat {m['flat']:.0%} | "
-            f"per tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns "
+    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat "
+            f"{m['flat']:.0%} | per tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns "
             f"{m['tokens']:.0f} tokens | {shares(m['ends'])}{lost} | {update} | "
-            f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} update {m['update_s']:.1f} s")
+            f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} "
+            f"update {m['update_s']:.1f} s")

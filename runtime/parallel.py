@@ -1,11 +1,11 @@
 """Several processes, one run: `torchrun --nproc-per-node N train.py ...`. One process is a
 world of one and goes through the same code.
 
-FSDP2 shards the trained weights, their gradients and the optimizer, layer by layer. On a GPU
-they are float32, layers compute in bfloat16, and gradients are summed in float32. Nothing else
-is sharded: each rank samples its own questions from a full copy of the weights, without any
-communication. What the ranks exchange (trees, sums of statistics, failures) are Python objects.
-They go through `gather`, over gloo.
+FSDP2 shards the trained weights, their gradients and the optimizer, layer by layer. On a
+GPU they are float32, layers compute in bfloat16, and gradients are summed in float32.
+Nothing else is sharded: each rank samples its own questions from a full copy of the
+weights, without any communication. What the ranks exchange (trees, sums of statistics,
+failures) are Python objects. They go through `gather`, over gloo.
 
 If all ranks fail at once, rank 0 prints why. If one rank fails, that rank prints why, and
 torchrun ends the others. Ranks end when torchrun ends.
@@ -56,8 +56,9 @@ class World:
         if gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if (self.launched or gpu) and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=PATIENCE,
+            dist.init_process_group(backend, timeout=PATIENCE,
                                     **({} if self.launched else alone))
 
     def _join_torchrun(self) -> None:
@@ -116,8 +117,9 @@ class World:
 
     @contextlib.contextmanager
     def together(self):
-        """For what only some ranks do, or what can fail on some of them: if it raises OSError
-        or ValueError on any rank, all ranks raise Agreed. No collective may be inside."""
+        """For what only some ranks do, or what can fail on some of them: if it raises
+        OSError or ValueError on any rank, all ranks raise Agreed. No collective may be
+        inside."""
         problem = None
         try:
             yield
@@ -141,7 +143,8 @@ class World:
                                  f"{other[name]}")
 
     def message(self, error: BaseException) -> str | int:
-        """What to exit with: the error's line, or a status alone if rank 0 prints the line."""
+        """What to exit with: the error's line, or a status alone if rank 0 prints the
+        line."""
         if self.rank == 0:
             return f"train.py: {error}"
         shared = isinstance(error, (Agreed, FloatingPointError))
@@ -151,9 +154,9 @@ class World:
 def shard(model) -> None:
     """Split the weights over the ranks, layer by layer; nothing without a process group.
 
-    On one GPU this is what keeps float32 weights beside bfloat16 layers. Adapters need no such
-    thing there, so a model with adapters on one rank is left alone. Gradients become means over
-    the ranks, so a rank has to multiply its loss by the number of ranks."""
+    On one GPU this is what keeps float32 weights beside bfloat16 layers. Adapters need no
+    such thing there, so a model with adapters on one rank is left alone. Gradients become
+    means over the ranks, so a rank has to multiply its loss by the number of ranks."""
     if not dist.is_initialized():
         return
     if dist.get_world_size() == 1 and model.rank:
@@ -177,16 +180,17 @@ def local_share(tensor: Tensor, place: Tensor) -> Tensor:
     """This rank's share of `tensor`, in memory of its own, if `place` is sharded."""
     if not isinstance(place, DTensor):
         return tensor
-    share = distribute_tensor(tensor, place.device_mesh, place.placements, src_data_rank=None)
+    share = distribute_tensor(
+        tensor, place.device_mesh, place.placements, src_data_rank=None)
     return share.clone()
 
 
 class LeanAdamW(torch.optim.AdamW):
     """AdamW that keeps its two moments in bfloat16: 4 bytes per weight less.
 
-    While a weight is updated, its moments are float32. The second moment forgets 5 % per step
-    (beta 0.95), which is more than the 0.4 % that bfloat16 resolves. With beta 0.999 it would
-    be less, and the moment would stand still."""
+    While a weight is updated, its moments are float32. The second moment forgets 5 % per
+    step (beta 0.95), which is more than the 0.4 % that bfloat16 resolves. With beta 0.999
+    it would be less, and the moment would stand still."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

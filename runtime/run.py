@@ -6,9 +6,8 @@
     OUT/init, warmup, best, final   models in the Hugging Face layout
     OUT/result.json      the scores, when the run has ended
 
-Everything is written aside and renamed, so a run that is killed leaves no half file. Left out:
-what is trained and how (train.py).
-"""
+Everything is written aside and renamed, so a run that is killed leaves no half file. Left
+out: what is trained and how (train.py). """
 import contextlib
 import hashlib
 import json
@@ -51,8 +50,8 @@ class RunConfig:
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every eval_every "
-              "sandbox recompute micro_tokens").split()
+MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
+              "eval_every sandbox recompute micro_tokens").split()
 
 # Flags of earlier versions, with the value that is built in now.
 BUILT_IN = {
@@ -76,8 +75,8 @@ class Start:
 def starting_point(config, last: str | None, state: dict) -> Start:
     """`last` is the checkpoint to continue from, `state` its state; None: a new run.
 
-    A checkpoint of a model with adapters holds the adapters alone. They belong to the weights
-    that the warm-up left."""
+    A checkpoint of a model with adapters holds the adapters alone. They belong to the
+    weights that the warm-up left."""
     if last is None:
         return Start(config.model, "", "", "", state)
     optimizer = os.path.join(last, "optimizer") if state["step"] else ""
@@ -95,10 +94,10 @@ class Run:
         self.world = world
         self.out = config.out
         self.began = time.monotonic()
-        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {}, "sampled": 0,
-                      "skipped": 0, "best": None}
+        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
+                      "sampled": 0, "skipped": 0, "best": None}
 
-    # --- where it starts --------------------------------------------------------------------
+    # --- where it starts ------------------------------------------------------------------
 
     def find_start(self) -> Start:
         """On rank 0. From here on an existing directory is closed to other runs.
@@ -118,9 +117,10 @@ class Run:
         if holds_run and not config.overwrite:
             raise ValueError(f"{out} holds another run: --resume continues it, --overwrite "
                              "empties it, or give another --out")
-        inside = os.path.join(os.path.abspath(out), "")
-        if config.model and os.path.join(os.path.abspath(config.model), "").startswith(inside):
-            raise ValueError(f"--model {config.model} lies in --out, which a new run empties")
+        model = Path(config.model, "config.json").resolve()
+        if config.model and Path(out).resolve() in model.parents:
+            raise ValueError(
+                f"--model {config.model} lies in --out, which a new run empties")
         if config.resume:
             print(f"{out}: no checkpoint yet, starting afresh")
         return starting_point(config, None, self.state)
@@ -130,12 +130,12 @@ class Run:
         for name, before in read_json(path).items():
             now = flags.get(name, BUILT_IN.get(name, before))
             if now != before and name not in MAY_CHANGE:
-                raise ValueError(f"{path}: {name} is {before!r}; a resumed run cannot change it "
-                                 f"to {now!r}")
+                raise ValueError(f"{path}: {name} is {before!r}; a resumed run cannot "
+                                 f"change it to {now!r}")
 
     def open(self, start: Start) -> None:
-        """Take the directory over, now that everything was read without an error: empty it, or
-        forget what came after the checkpoint."""
+        """Take the directory over, now that everything was read without an error: empty
+        it, or forget what came after the checkpoint."""
         self.state = start.state
         self.began = time.monotonic() - self.state["seconds"]
         if self.world.rank:
@@ -153,7 +153,7 @@ class Run:
                 shutil.rmtree(self.path(name), ignore_errors=True)
         write_json(self.path("run.json"), asdict(self.config))
 
-    # --- what it leaves ---------------------------------------------------------------------
+    # --- what it leaves -------------------------------------------------------------------
 
     def keep(self, model, optimizer, tokenizer, rlm_config) -> None:
         """From now on these are saved. `rlm_config` is saved as rlm.json."""
@@ -165,8 +165,9 @@ class Run:
     def log(self, metrics: dict) -> None:
         """One JSON line for programs."""
         if self.world.rank == 0:
+            row = metrics | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics | {"elapsed": round(self.elapsed(), 1)}) + "\n")
+                file.write(json.dumps(row) + "\n")
 
     def metrics(self) -> list[dict]:
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
@@ -184,11 +185,11 @@ class Run:
         """Everything to continue from. Of a model with adapters only these are written: its
         weights stay what the warm-up left."""
         path = checkpoint.place(self.out, self.state["phase"], self.state["step"])
-        if os.path.isdir(path):  # it would be the same: randomness comes from phase and step
+        if os.path.isdir(path):  # of the same phase and step, so it would be the same
             return
         weights = [] if self.model.rank else [self._weights]
-        checkpoint.write_directory(
-            path, [self._text, *weights, self._adapter, self._optimizer, self._state], self.world)
+        parts = [self._text, *weights, self._adapter, self._optimizer, self._state]
+        checkpoint.write_directory(path, parts, self.world)
         if self.world.rank == 0:
             checkpoint.keep_last(self.out)
 
@@ -244,7 +245,8 @@ class Run:
 def facts(config) -> dict:
     """What has to be the same on all ranks."""
     here = Path(__file__).resolve().parent.parent
-    files = sorted([*here.glob("*.py"), *here.glob("tasks/*.py"), *here.glob("runtime/*.py")])
+    folders = (here, here / "tasks", here / "runtime")
+    files = sorted(path for folder in folders for path in folder.glob("*.py"))
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8)
     device = None
     if torch.cuda.is_available():
