@@ -1,11 +1,11 @@
 """What a hostile block gets, with namespaces and without, and that nothing of it is left.
 
-CASES is the table. A mode's cases run side by side in one event loop, once; then each has a test
-of its own. Cases marked `ns` would harm the host if they ran loose on it: they only run where a
-process namespace was seen from inside. After every case its processes must be gone, the next REPL
-must work and the loop must have kept turning; after all of them so must every child, zombie,
-descriptor and directory. `pytest -m slow tests/test_repl_hostile.py` soaks: SOAK=20000 REPLs a
-mode, 64 at a time.
+CASES is the table. All cases of a mode run side by side in one event loop, once; then each
+has a test of its own. Cases marked `ns` would harm the host if they ran loose on it: they
+only run where a process namespace was seen from inside. After every case its processes must
+be gone, the next REPL must work and the loop must have kept turning. After all of them so
+must every child, zombie, descriptor and directory. `pytest -m slow
+tests/test_repl_hostile.py` soaks: SOAK=20000 REPLs per mode, 64 at a time.
 """
 
 import asyncio
@@ -26,14 +26,13 @@ from pathlib import Path
 
 import pytest
 
+from repl import REPL, Handle, Limits, REPLError, Result, json_value
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from repl import REPL, Handle, Limits, REPLError, Result, json_value  # noqa: E402
-
 MARK = f"h0s{os.getpid()}-"  # in the name of every process and file that a case makes
-SMALL = dict(seconds=20, cpu_seconds=20, memory_mb=256, output_chars=2000, file_mb=1, disk_mb=8,
-             open_files=64, processes=32, answer_chars=10_000, queries=100, frame_mb=4)  # fmt: skip
+SMALL = dict(
+    seconds=20, cpu_seconds=20, memory_mb=256, output_chars=2000, file_mb=1, disk_mb=8,
+    open_files=64, processes=32, answer_chars=10_000, queries=100, frame_mb=4)
 TIGHT = 0.5  # seconds, for the cases that are to be ended by the clock
 
 
@@ -41,13 +40,14 @@ TIGHT = 0.5  # seconds, for the cases that are to be ended by the clock
 class Case:
     """`expect` and `then` are alternatives, joined by " | ", of
 
-        timeout, crash, protocol    how it died
-        error TEXT, prints TEXT     it lives on; TEXT is in its error (or there is none) / output
+        timeout, crash, protocol    how it died; with TEXT, which is in its error
+        error TEXT                  it lives on, and TEXT is in its error
+        prints TEXT                 it lives on, without an error, and TEXT is in its output
         final JSON                  it answered
-        any                         whatever, as long as the trainer gets a Result
+        any                         whatever, as long as the client gets a Result
 
-    `then` is for the block `print(len("abc"), context)` after it, if the case neither died nor
-    answered. `mode` says where it runs: both, ns (namespaces only) or off (without them only).
+    `then` is for the block `print(len("abc"), context)` after it, if the case neither died
+    nor answered. `mode`: both, ns (with namespaces only) or off (only without).
     """
 
     name: str
@@ -60,11 +60,17 @@ class Case:
     soak: bool = True  # costs little enough to run thousands of times
 
 
-def case(name, code, expect, mode="both", then="prints 3 ", context="c", soak=None, **limits):
+def case(name, code, expect, mode="both", then="prints 3 ", context="c", soak=None, **most):
     ends_by_clock = "timeout" in expect + then
-    limits = {**({"seconds": TIGHT} if ends_by_clock else {}), **limits}
-    soak = not ends_by_clock if soak is None else soak
-    return Case(name, code, expect, mode, then, context, limits, soak)
+    if ends_by_clock:
+        most = {"seconds": TIGHT, **most}
+    if soak is None:
+        soak = not ends_by_clock
+    return Case(name, code, expect, mode, then, context, most, soak)
+
+
+def forged(name, code):
+    return case(name, code + LOOP, "protocol", seconds=5)
 
 
 def answers(name, value, json_text, **options):
@@ -106,53 +112,49 @@ for s in range(1, 65):
     except (OSError, ValueError): pass
 """
 DEEP = "x = []\nfor _ in range(%d): x = [x]\n"
-DEEP_VALUE = functools.reduce(lambda x, _: [x], range(300), [])
+DEEP_JSON = json.dumps(json_value(functools.reduce(lambda x, _: [x], range(300), [])))
 SPREAD = "x = 0\nfor _ in range(40): x = [x, x]\n"
 
 TIME = [
     case("loop", LOOP, "timeout"),
-    case("loop-swallows", "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
+    case("loop-swallows",
+         "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
          "timeout"),
     case("loop-ignores-signals", IGNORE + LOOP, "timeout"),
     case("sleep-blocks-signals", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
          "while True: time.sleep(9)", "timeout", soak=True),
     case("sleep", "time.sleep(3600)", "timeout", soak=True),
     case("regex", "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')", "timeout"),
-    case("loop-in-c", "any(itertools.repeat(0))", "timeout"),
     case("power", "x = 7 ** 7 ** 9", "timeout | error MemoryError"),
-    case("deadlock", "l = threading.Lock(); l.acquire(); l.acquire()", "timeout", soak=True),
-    case("join-a-thread", "t = threading.Thread(target=time.sleep, args=(60,)); t.start()\n"
-         "t.join()",
-         "timeout", soak=True),
+    case("deadlock", "l = threading.Lock(); l.acquire(); l.acquire()", "timeout",
+         soak=True),
     case("stop-oneself", "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)", "timeout",
          soak=True),
-    case("read-an-empty-pipe", "r, w = os.pipe(); os.read(r, 1)", "timeout", soak=True),
     case("loop-in-a-child", "if os.fork() == 0:\n  while True: pass\nos.wait()", "timeout"),
-    case("timer-raises", "def f(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGALRM, f)\n"
+    case("timer-raises",
+         "def f(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGALRM, f)\n"
          + TIMER + "time.sleep(9)", "error KeyboardInterrupt | crash", then="any"),
-    case("profile-raises", "sys.setprofile(lambda *a: 1 / 0)", "error ZeroDivision | prints",
-         then="any"),
-    case("cpu", "os.fork()" + LOOP,
-         "crash | timeout", seconds=10, cpu_seconds=1, soak=False),
-]  # fmt: skip
+    case("profile-raises", "sys.setprofile(lambda *a: 1 / 0)",
+         "error ZeroDivision | prints", then="any"),
+    case("cpu", "os.fork()" + LOOP, "crash | timeout", seconds=10, cpu_seconds=1,
+         soak=False),
+]
 
 MEMORY = [
     case("list-of-10-gb", "x = [0] * (10 << 27)", "error MemoryError"),
-    case("bytes-of-10-gb", "x = bytearray(10 << 30)", "error MemoryError"),
-    case("slow-growth", "x = []\nwhile True: x.append(' ' * 1000)", "error MemoryError | crash",
-         then="any", soak=False, seconds=120),
+    case("slow-growth", "x = []\nwhile True: x.append(' ' * 1000)",
+         "error MemoryError | crash", then="any", soak=False, seconds=120),
     case("growth-swallows", "x = []\nwhile True:\n  try: x.append(bytearray(1 << 20))\n"
          "  except BaseException: pass", "timeout"),
-    case("giant-string", "x = 'x'\nwhile True: x += x", "error MemoryError"),
     case("giant-integer", "x = 1 << (1 << 40)", "error MemoryError | error OverflowError"),
     case("digits", "int('9' * 10 ** 6)", "error ValueError"),
     case("spread", SPREAD + "FINAL(x)", "timeout | error MemoryError | crash", then="any"),
     case("mmap", "import mmap; mmap.mmap(-1, 10 << 30)", "error Error"),
     case("print-forever", "while True: print('x' * 10 ** 4)", "timeout"),
-    case("print-100-mb", "print('x' * 10 ** 8)", "prints [99998001 characters cut]"),
-    case("print-100000-lines", "for i in range(10 ** 5): print(i)", "prints characters cut]"),
-    case("print-past-the-capture", "sys.__stdout__.write('x' * 10 ** 7)\nos.write(2, b'x' * 9999)",
-         "prints"),
+    case("print-100-mb", "print('x' * 10 ** 8)",
+         "prints " + "x" * 2000 + "\n... [99998001 characters cut]"),
+    case("print-past-the-capture",
+         "sys.__stdout__.write('x' * 10 ** 7)\nos.write(2, b'x' * 9999)", "prints"),
     case("huge-error", "raise ValueError('x' * 10 ** 7)", "error characters cut]"),
     case("one-file", "open('f', 'w').write('x' * (9 << 20))", "error OSError"),
     case("sparse-file", "open('f', 'w').truncate(1 << 40)", "error OSError"),
@@ -160,27 +162,40 @@ MEMORY = [
          "error OSError"),
     case("fill-the-disk", "for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))",
          "error OSError", mode="ns"),
-    case("fill-shared-memory", f"for i in range(64): open(f'/dev/shm/{MARK}{{i}}', 'wb').write("
+    case("fill-shared-memory",
+         f"for i in range(64): open(f'/dev/shm/{MARK}{{i}}', 'wb').write("
          "bytes(1 << 20))", "error Error", mode="ns"),
-    case("many-files", "for i in itertools.count(): open(str(i), 'w')", "timeout | error OSError"),
+    case("many-files", "for i in itertools.count(): open(str(i), 'w')",
+         "timeout | error OSError"),
     case("deep-directories", "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
          "prints | error OSError", then="any", soak=False),
     case("locked-directory", "os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)", "prints"),
     case("odd-file-names", "open(b'\\xff\\n', 'w'); os.symlink('/', 'l'); os.mkfifo('p')",
          "prints"),
-    case("open-files", "x = []\nwhile True: x.append(open('/dev/null'))", "error Too many open"),
+    case("open-files", "x = []\nwhile True: x.append(open('/dev/null'))",
+         "error Too many open"),
     case("raise-the-limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
          "error ValueError | error PermissionError", mode="ns"),
-]  # fmt: skip
+]
 
 PROCESSES = [
+    case("exit", "os._exit(3)", "crash with exit code 3"),
+    case("real-time-signal", "os.kill(os.getpid(), 40); time.sleep(9)",
+         "crash by signal 40", mode="off"),
+    case("forks",
+         "if (pid := os.fork()) == 0:\n"
+         "  try: FINAL(1)\n  except RuntimeError: os._exit(7)\n"
+         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+         "if (pid := os.fork()) != 0: os.waitpid(pid, 0); print('parent')",
+         "prints 7\nparent"),
     case("fork-bomb", "while True: os.fork()", "timeout | error BlockingIOError | crash",
          mode="ns", then="any"),
     case("fork-bomb-swallows", "while True:\n  try: os.fork()\n  except OSError: pass",
          "timeout", mode="ns"),
     case("fork-bomb-new-sessions", "while True:\n  try:\n    if os.fork(): os.setsid()\n"
          "  except OSError: pass", "timeout", mode="ns"),
-    case("thread-bomb", "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+    case("thread-bomb",
+         "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
          "error RuntimeError | error MemoryError", mode="ns", then="any"),
     case("process-bomb", "x = [subprocess.Popen(['sleep', '60']) for _ in range(99)]",
          "error BlockingIOError | error FileNotFoundError | error MemoryError", mode="ns",
@@ -190,147 +205,164 @@ PROCESSES = [
     case("grandchild-and-loop", GRANDCHILD + LOOP, "timeout"),
     case("grandchild-and-crash", GRANDCHILD + "; os._exit(1)", "crash"),
     case("grandchild-ignores-signals", IGNORE + GRANDCHILD, "prints left"),
-    case("grandchild-runs-away", "def run():\n  while True:\n    if os.fork(): os._exit(0)\n"
+    case("grandchild-runs-away",
+         "def run():\n  while True:\n    if os.fork(): os._exit(0)\n"
          "    os.setsid(); time.sleep(0.001)\ndouble_fork(run)", "prints", mode="ns"),
-    case("grandchild-forges", "double_fork(lambda: (time.sleep(0.1), send(b'D', b'null')))" + LOOP,
-         "protocol", seconds=5),
+    case("grandchild-forges",
+         "double_fork(lambda: (time.sleep(0.1), send(b'D', b'null')))" + LOOP, "protocol",
+         seconds=5),
     case("shell", f"subprocess.Popen(['/bin/sh', '-c', 'sleep 60; : {MARK}'], "
          "start_new_session=True)", "prints | error FileNotFoundError", soak=False),
-    case("exit", "os._exit(0)", "crash"),
-    case("exit-in-c", "libc.exit(5)", "crash"),
-    case("abort", "os.abort()", "crash"),
-    case("segfault", "ctypes.string_at(0)", "crash"),
-    case("segfault-in-a-thread", "t = threading.Thread(target=ctypes.string_at, args=(0,))\n"
-         "t.start(); t.join(); time.sleep(9)", "crash"),
+    case("segfault", "ctypes.string_at(0)", "crash by signal 11"),
     case("stack-overflow", "sys.setrecursionlimit(10 ** 9)\nclass A:\n"
-         "  def __getattr__(self, n): return getattr(self, n)\nA().x", "crash | error MemoryError",
-         then="any"),
-    case("kill-oneself", "os.kill(os.getpid(), 9); time.sleep(9)", "crash", mode="off"),
-    case("kill-ones-group", "os.killpg(os.getpgrp(), 9); time.sleep(9)", "crash", mode="off"),
+         "  def __getattr__(self, n): return getattr(self, n)\nA().x",
+         "crash | error MemoryError", then="any"),
+    case("kill-oneself", "os.kill(os.getpid(), 9); time.sleep(9)", "crash by signal 9",
+         mode="off"),
+    case("kill-ones-group", "os.killpg(os.getpgrp(), 9); time.sleep(9)", "crash",
+         mode="off"),
     case("kill-all", "os.kill(-1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
          mode="ns", then="any"),
     case("kill-the-parent", "os.kill(os.getppid(), 9); time.sleep(0.2); print(1)",
          "crash | prints | error", mode="ns", then="any"),
-    case("kill-the-group-from-0", "os.kill(0, 9); time.sleep(0.2); print(1)", "crash | prints",
-         mode="ns", then="any"),
+    case("kill-the-group-from-0", "os.kill(0, 9); time.sleep(0.2); print(1)",
+         "crash | prints", mode="ns", then="any"),
     case("kill-init", "os.kill(1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
          mode="ns", then="any"),
     case("kill-the-trainer", "os.kill(trainer, 9)", "error Error", mode="ns"),
     case("kill-the-server", "os.kill(server, 9)", "error Error", mode="ns"),
     case("kill-every-id", "for p in range(2, 10 ** 5):\n  try: os.kill(p, 9)\n"
          "  except OSError: pass", "crash | prints", mode="ns", then="any", soak=False),
-    case("unmount", "print([libc.umount2(p, 2) for p in (b'/', b'/proc', b'/usr', b'/tmp')])",
+    case("unmount",
+         "print([libc.umount2(p, 2) for p in (b'/', b'/proc', b'/usr', b'/tmp')])",
          "prints [-1, -1, -1, -1]", mode="ns"),
     case("remount", "print(libc.mount(0, b'/', 0, 4096 | 32, 0))", "prints -1", mode="ns"),
-    case("namespaces-of-its-own", "libc.unshare(0x10020000)  # a user and a mount namespace\n"
+    case("namespaces-of-its-own",
+         "libc.unshare(0x10020000)  # a user and a mount namespace\n"
          "print(libc.mount(0, b'/', 0, 4096 | 32, 0), libc.umount2(b'/', 2))",
          "prints -1 -1", mode="ns"),
     case("a-disk", f"os.mknod('{MARK}', 0o600 | stat.S_IFBLK, os.makedev(254, 0))\n"
          f"open('{MARK}', 'rb').read(1)", "error Error", mode="ns"),
-]  # fmt: skip
+]
 
 PROTOCOL = [
     case("write-everywhere", "for n in range(3, 4096):\n  try: os.write(n, b'x' * 100)\n"
          "  except OSError: pass\n" + LOOP, "protocol", seconds=5),
-    case("zeros", "os.write(fd, bytes(5))" + LOOP, "protocol", seconds=5),
-    case("length-of-4-gb", "os.write(fd, b'\\xff' * 4 + b'D')" + LOOP, "protocol", seconds=5),
-    case("half-a-frame-and-exit", "os.write(fd, struct.pack('!Ic', 99, b'D') + b'{'); os._exit(0)",
-         "crash"),
-    case("half-a-frame-and-silence", "os.write(fd, struct.pack('!Ic', 9999, b'D')); time.sleep(9)",
-         "timeout", soak=True),
+    case("length-of-4-gb", "os.write(fd, b'\\xff' * 4 + b'D')" + LOOP, "protocol",
+         seconds=5),
+    case("half-a-frame-and-exit",
+         "os.write(fd, struct.pack('!Ic', 99, b'D') + b'{'); os._exit(0)", "crash"),
     case("half-a-frame-and-return", "os.write(fd, struct.pack('!Ic', 9999, b'D') + b'{')",
          "timeout", soak=True),
-    case("half-a-header", "os.write(fd, b'\\0\\0')" , "protocol | timeout"),
-    case("kind-of-the-trainer", "send(b'X', b'{}')" + LOOP, "protocol", seconds=5),
-    case("unknown-kind", "send(b'Z', b'')" + LOOP, "protocol", seconds=5),
-    case("no-json", "send(b'D', b'{')" + LOOP, "protocol", seconds=5),
-    case("no-object", "send(b'D', b'[1]')" + LOOP, "protocol", seconds=5),
-    case("too-many-fields", "result(x=1)" + LOOP, "protocol", seconds=5),
-    case("wrong-types", "result(stdout=[1])" + LOOP, "protocol", seconds=5),
-    case("wrong-done", "result(done='yes')" + LOOP, "protocol", seconds=5),
-    case("deep-json", "send(b'D', b'[' * 10 ** 5)" + LOOP, "protocol", seconds=5),
+    case("half-a-header", "os.write(fd, b'\\0\\0')", "protocol | timeout"),
+    forged("kind-of-the-trainer", "send(b'X', b'{}')"),
+    forged("unknown-kind", "send(b'Z', b'')"),
+    forged("no-json", "send(b'D', b'{')"),
+    forged("no-object", "send(b'D', b'[1]')"),
+    forged("too-many-fields", "result(x=1)"),
+    forged("wrong-types", "result(stdout=[1])"),
+    forged("deep-json", "send(b'D', b'[' * 10 ** 5)"),
     case("deep-answer", DEEP % 300 + "result(done=True, final=x)" + LOOP,
-         f"protocol | final {json.dumps(json_value(DEEP_VALUE))}", seconds=5),
-    case("digits-in-json", "send(b'D', b'9' * 9000)" + LOOP, "protocol", seconds=5),
-    case("large-result", "result(stdout='x' * 10 ** 6)" + LOOP, "protocol", seconds=5),
+         f"protocol | final {DEEP_JSON}", seconds=5),
+    forged("digits-in-json", "send(b'D', b'9' * 9000)"),
+    forged("large-result", "result(stdout='x' * 10 ** 6)"),
     case("forged-result", "result()", "prints", then="protocol | prints"),
     case("forged-answer", "result(done=True, final=[1])" + LOOP, "final [1]"),
     case("forged-death", "result(died='timeout')", "timeout | protocol"),
-    case("forged-cause-of-death", "result(died='machine')" + LOOP, "protocol", seconds=5),
-    case("forged-query", "send(b'Q', b'[\"llm\", [1], null]')" + LOOP, "protocol", seconds=5),
+    forged("forged-cause-of-death", "result(died='machine')"),
+    case("forged-query", "send(b'Q', b'[\"llm\", [1], null]')" + LOOP, "protocol",
+         seconds=5),
+    forged("no-query", "send(b'Q', b'{}')"),
+    forged("no-unicode", "send(b'Q', b'\\xff\\xfe')"),
+    forged("no-prompts", "send(b'Q', b'[\"llm\", [], null]')"),
+    forged("kind-of-query", "send(b'Q', b'[\"rm\", [\"a\"], null]')"),
+    forged("contexts", "send(b'Q', b'[\"rlm\", [\"a\"], [1, 2]]')"),
+    forged("answers", "send(b'R', b'[]')"),
     case("query-flood", "while True: send(b'Q', b'[\"llm\", [\"a\"], null]')", "protocol",
          seconds=5),
-    case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP, "timeout"),
+    case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP,
+         "timeout"),
     case("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
          "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP, "protocol", seconds=5),
     case("close-it", "os.close(fd)", "crash"),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
     case("close-the-standard-ones", "for n in (0, 1, 2): os.close(n)", "prints"),
-    case("replace-it", "os.dup2(os.open('/dev/null', os.O_RDWR), fd)", "crash | error Bad file"),
+    case("replace-it", "os.dup2(os.open('/dev/null', os.O_RDWR), fd)",
+         "crash | error Bad file"),
     case("shut-it-down", "socket.socket(fileno=os.dup(fd)).shutdown(2)", "crash"),
     case("steal-a-frame", "os.read(fd, 9)", "timeout", soak=True),
     case("no-blocking", "os.set_blocking(fd, False)", "prints", then="crash | prints 3 "),
-    case("queries-from-threads", "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    case("queries-from-threads",
+         "from concurrent.futures import ThreadPoolExecutor as Pool\n"
          "FINAL(list(Pool(8).map(llm_query, 'abcd')))", 'final ["ok", "ok", "ok", "ok"]',
          memory_mb=1024),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
     case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",
          "error SystemExit"),
-    case("query-in-del", "class A:\n  def __del__(self): llm_query('a')\nx = A(); del x", "prints"),
-    case("query-in-a-fork", "if os.fork() == 0:\n  try: llm_query('a')\n  finally: os._exit(0)\n"
+    case("query-in-del", "class A:\n  def __del__(self): llm_query('a')\nx = A(); del x",
+         "prints"),
+    case("query-in-a-fork",
+         "if os.fork() == 0:\n  try: llm_query('a')\n  finally: os._exit(0)\n"
          "os.wait()", "prints"),
-    case("query-in-a-handler", "signal.signal(signal.SIGALRM, lambda *_: llm_query('b'))\n" + TIMER
+    case("query-in-a-handler",
+         "signal.signal(signal.SIGALRM, lambda *_: llm_query('b'))\n" + TIMER
          + "while True: llm_query('a')", "timeout | error RecursionError"),
     case("10000-queries", "x = llm_query_batched(['a'] * 10 ** 4)\nprint(len(x), x[-1])",
          "prints 10000 Error: "),
-    case("10000-queries-one-by-one", "for _ in range(1000): x = llm_query('a')\nprint(x)",
-         "prints Error: ", soak=False),
-    case("large-query", "llm_query('x' * (5 << 20))", "error limit is 4"),
-    case("odd-queries", "print(rlm_query_batched([None, b'', float('nan')], [{1}, print, '\\ud800'"
+    case("odd-queries",
+         "print(rlm_query_batched([None, b'', float('nan')], [{1}, print, '\\ud800'"
          "]))", "prints ['ok', 'ok', 'ok']"),
     case("endless-queries", "llm_query_batched(itertools.repeat('a'))",
          "error MemoryError | crash | timeout", then="any"),
-]  # fmt: skip
+]
 
 STATE = [
-    case("no-len", "import builtins; builtins.len = builtins.print = None", "prints"),
+    case("exit-function", "exit()", "error SystemExit"),
+    case("exit-codes", "raise SystemExit(object())", "error SystemExit"),
+    case("interrupt", "raise KeyboardInterrupt", "error KeyboardInterrupt"),
+    case("surrogates-printed", r"print('\udfff')", "prints \udfff\n"),
+    case("surrogates-in-the-code", "x = '\udfff'", "error UnicodeEncodeError"),
+    case("import-the-repl", "import repl", "error ModuleNotFoundError"),
+    case("import-the-server", "import runtime.repl_server", "error ModuleNotFoundError"),
+    answers("modules", "sorted({'torch', 'repl', 'runtime', 'asyncio'} & {*sys.modules})",
+            "[]"),
     case("no-import", "import builtins; del builtins.__import__, builtins.__build_class__",
          "prints"),
     case("no-builtins", "import builtins; vars(builtins).clear()", "crash | error | prints",
          then="any"),
     case("builtins-that-lie", "import builtins; builtins.isinstance = lambda *_: True\n"
          "builtins.BaseException = builtins.Exception = ValueError", "prints"),
-    case("no-globals", "globals().clear()", "prints"),
     case("no-modules", "sys.modules.clear()", "prints"),
     case("json-dumps", "json.dumps = lambda *a, **k: 'null'", "protocol"),
     case("json-loads", "json.loads = None", "prints", then="crash"),
-    case("json-none", "sys.modules['json'] = None", "prints"),
     case("getpid-lies", "os.getpid = lambda: 1 << 20", "crash"),
     case("no-traceback", "import traceback; traceback.format_exception_only = None; 1 / 0",
          "crash | error", then="any"),
-    case("the-worker", "import gc\nw = next(o for o in gc.get_objects() if type(o).__name__ == "
+    case("the-worker",
+         "import gc\nw = next(o for o in gc.get_objects() if type(o).__name__ == "
          "'Worker')\nw.capture.room = 10 ** 8; print('x' * 10 ** 6)", "protocol"),
     case("walk-the-stack", "f = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
          "f.f_globals.clear()", "crash | error | prints", then="any"),
     case("no-stdout", "sys.stdout = sys.stderr = None; print(1)", "prints"),
-    case("stdout-raises", "class O:\n  def write(self, s): raise OSError('w')\nsys.stdout = O()\n"
+    case("stdout-raises",
+         "class O:\n  def write(self, s): raise OSError('w')\nsys.stdout = O()\n"
          "print(1)", "error OSError: w"),
-    case("recursion", "def f(): f()\nf()", "error RecursionError"),
-    case("recursion-in-repr", "class A:\n  def __repr__(self): return repr(self)\nprint(A())",
-         "error RecursionError"),
-    case("recursion-limit-low", "sys.setrecursionlimit(20)", "prints | error RecursionError"),
+    case("recursion-limit-low", "sys.setrecursionlimit(20)",
+         "prints | error RecursionError"),
     case("recursion-limit-high", "sys.setrecursionlimit(2 ** 31 - 1)\ndef f(): f()\nf()",
          "error MemoryError | crash | timeout", then="any"),
-    case("exit-codes", "raise SystemExit(object())", "error SystemExit"),
-    case("generator-exit", "raise GeneratorExit", "error GeneratorExit"),
-    case("str-raises", "class E(Exception):\n  def __str__(self): raise E\nraise E", "error E"),
+    case("str-raises", "class E(Exception):\n  def __str__(self): raise E\nraise E",
+         "error E"),
     case("str-exits", "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E",
          "crash | error", then="any"),
-    case("str-loops", "class E(Exception):\n  def __str__(self):\n    while True: pass\nraise E",
+    case("str-loops",
+         "class E(Exception):\n  def __str__(self):\n    while True: pass\nraise E",
          "timeout"),
-    case("str-dies", "class E(Exception):\n  def __str__(self): os._exit(0)\nraise E", "crash"),
-    case("odd-exception-class", "class E(Exception): __module__ = 5\nE.__qualname__ = '\\ud800'\n"
+    case("str-dies", "class E(Exception):\n  def __str__(self): os._exit(0)\nraise E",
+         "crash"),
+    case("odd-exception-class",
+         "class E(Exception): __module__ = 5\nE.__qualname__ = '\\ud800'\n"
          "raise E", "crash | error", then="any"),
     case("odd-syntax-error", "raise SyntaxError('x', ('<repl 1>', 'one', [], 5))",
          "crash | error", then="any"),
@@ -339,13 +371,24 @@ STATE = [
     case("deep-causes", "e = None\nfor i in range(10 ** 4):\n  n = ValueError(i)\n"
          "  n.__cause__ = e; e = n\nraise e", "crash | error", then="any"),
     case("deep-group", "e = ValueError('x')\n"
-         "for _ in range(10 ** 4): e = ExceptionGroup('g', [e])\nraise e",
-         "crash | error", then="any"),
+         "for _ in range(10 ** 4): e = ExceptionGroup('g', [e])\nraise e", "crash | error",
+         then="any"),
     case("notes", "e = ValueError('x'); e.__notes__ = [object(), 5]; raise e",
          "error ValueError: x"),
-]  # fmt: skip
+]
 
+CONTEXTS = {
+    "surrogates": "\ud800 \udfff", "nul": "a\0b\0", "odd-keys": {"\ud800": ["\0"]},
+    "nan": float("nan"), "empty": [], "none": None, "lines": "\r\n\x85\u2028" * 200,
+    "deep": functools.reduce(lambda x, _: [x], range(90)),
+}
 VALUES = [
+    answers("nested", "(1, [2.5, (None, True)], {'a': 'b', 1: {3}})",
+            '[1, [2.5, [null, true]], {"a": "b", "1": "{3}"}]'),
+    answers("class", "{(1, 2): object}", '{"(1, 2)": "<class \'object\'>"}'),
+    answers("integer-that-fits", "2 ** 99", str(2**99)),
+    case("deep-300", DEEP % 300 + "FINAL(x)",
+         f"final {DEEP_JSON}"),
     answers("nan", "[float('nan'), float('inf'), 1e308 * 10]", "[NaN, Infinity, Infinity]"),
     answers("bytes", "b'\\xff\\0'", json.dumps(r"b'\xff\x00'")),
     answers("surrogates", "{'\\ud800': '\\udfff\\0'}", '{"\\ud800": "\\udfff\\u0000"}'),
@@ -355,69 +398,70 @@ VALUES = [
     case("cyclic", "x = [1]; x.append(x); FINAL(x)", 'final [1, "[1, [...]]"]'),
     case("cyclic-dict", "x = {}; x['x'] = x; FINAL(x)", 'final {"x": "{\'x\': {...}}"}'),
     case("deep", DEEP % 10 ** 5 + "FINAL(x)", "error RecursionError | final", then="any"),
-    case("huge", "FINAL('x' * 10 ** 7)", "error the answer has 10000002 characters"),
-    case("str-of-value-raises", "class A:\n  def __str__(self): raise ValueError\nFINAL([A()])",
+    case("str-of-value-raises",
+         "class A:\n  def __str__(self): raise ValueError\nFINAL([A()])",
          'final ["<unprintable>"]'),
     case("str-of-value-exits", "class A:\n  def __str__(self): sys.exit()\nFINAL([A()])",
          "error SystemExit"),
     case("str-of-value-answers", "class A:\n  def __str__(self): FINAL(1)\nFINAL([A()])",
          "final 1"),
-    case("str-of-value-is-none", "class A:\n  def __str__(self): return None\nFINAL([A()])",
-         'final ["<unprintable>"]'),
     case("lying-int", "class I(int): bit_length = lambda s: 1\nFINAL(I(10 ** 5000))",
          "error ValueError"),
     case("lying-str", "class S(str): __getitem__ = lambda s, k: 'x' * 10 ** 6\n"
          "sys.stdout.write(S('a'))", "protocol | prints | crash", then="any"),
     case("lying-dict", "class D(dict): items = lambda s: itertools.count()\nFINAL(D(a=1))",
          "error TypeError"),
-    case("endless-list", "class L(list): __iter__ = lambda s: itertools.repeat(1)\nFINAL(L([1]))",
+    case("endless-list",
+         "class L(list): __iter__ = lambda s: itertools.repeat(1)\nFINAL(L([1]))",
          "timeout | error MemoryError | crash", then="any"),
     case("answer-lies", "class D(dict): get = lambda s, k: 1 / 0\nanswer = D()",
          "error ZeroDivisionError", then="any"),
-    *[case(f"context-{name}", "FINAL(context)", f"final {json.dumps(context)}", context=context)
-      for name, context in {
-          "surrogates": "\ud800 \udfff", "nul": "a\0b\0", "odd-keys": {"\ud800": ["\0"]},
-          "nan": float("nan"), "empty": [], "deep": functools.reduce(lambda x, _: [x], range(90)),
-          "lines": "\r\n\x85\u2028" * 200}.items()],
-]  # fmt: skip
+    *[case(f"context-{name}", "FINAL(context)", f"final {json.dumps(value)}", context=value)
+      for name, value in CONTEXTS.items()],
+]
 
 NEITHER = "error FileNotFoundError | error PermissionError | error OSError"
 SECRETS = [
     answers("environment", "sorted(os.environ)", '["HOME", "LANG", "PATH", "TMPDIR"]'),
-    answers("environment-in-proc", "b'hush' in open('/proc/self/environ', 'rb').read()", "false"),
-    case("processes", "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
+    answers("directory", "{os.getcwd()} == {*map(os.environ.get, ['HOME', 'TMPDIR']), "
+            "__import__('tempfile').gettempdir()}", "true"),
+    answers("environment-in-proc", "b'hush' in open('/proc/self/environ', 'rb').read()",
+            "false"),
+    case("processes",
+         "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
          "prints [] | " + NEITHER, mode="ns"),
     case("environment-of-the-trainer", "open(f'/proc/{trainer}/environ').read()", NEITHER,
          mode="ns"),
     case("memory-of-the-server", "open(f'/proc/{server}/mem').read(1)", NEITHER, mode="ns"),
     case("environment-of-init", "print('hush' in open('/proc/1/environ').read())",
          "prints False | " + NEITHER, mode="ns"),
-    case("home", "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
+    case("home",
+         "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
          "prints [] | " + NEITHER, mode="ns"),
     case("a-file", "print(open(secret).read())", NEITHER, mode="ns"),
     case("checkpoints", "open(root + '/README.md').read()", NEITHER, mode="ns"),
     case("shadow", "open('/etc/shadow').read()", NEITHER, mode="ns"),
     case("write-to-etc", f"open('/etc/{MARK}', 'w')", NEITHER, mode="ns"),
     case("write-to-the-prefix", f"open(sys.prefix + '/{MARK}', 'w')", NEITHER, mode="ns"),
-    case("write-to-the-base-prefix", f"open(sys.base_prefix + '/{MARK}', 'w')", NEITHER, mode="ns"),
+    case("write-to-the-base-prefix", f"open(sys.base_prefix + '/{MARK}', 'w')", NEITHER,
+         mode="ns"),
     case("directories-of-others", "print(sorted(os.listdir('..')) == [os.path.basename("
          "os.getcwd())] or os.listdir(os.pardir))", "any", mode="ns"),
-    case("tcp", "socket.create_connection(('127.0.0.1', port), 5)", "error OSError | error Refused",
-         mode="ns"),
-    case("tcp-loose", "socket.create_connection(('127.0.0.1', port), 5).send(b'loose')", "prints",
-         mode="off"),
-    case("abstract-socket", f"socket.socket(socket.AF_UNIX).connect('\\0{MARK}' + str(port))",
-         "error Error", mode="ns"),
-    case("interfaces", "print([n for _, n in socket.if_nameindex() if n != 'lo'])", "prints []",
+    case("tcp", "socket.create_connection(('127.0.0.1', port), 5)",
+         "error OSError | error Refused", mode="ns"),
+    case("tcp-loose", "socket.create_connection(('127.0.0.1', port), 5).send(b'loose')",
+         "prints", mode="off"),
+    case("abstract-socket",
+         f"socket.socket(socket.AF_UNIX).connect('\\0{MARK}' + str(port))", "error Error",
          mode="ns"),
     answers("descriptors", "len(os.listdir('/proc/self/fd'))", "5"),
-]  # fmt: skip
+]
 
 CASES = TIME + MEMORY + PROCESSES + PROTOCOL + STATE + VALUES + SECRETS
 assert len(CASES) >= 60 and len({c.name for c in CASES}) == len(CASES)
 
 
-# --- playing them ---------------------------------------------------------------------------------
+# --- playing them -----------------------------------------------------------------------
 
 
 def meets(expect, result):
@@ -430,7 +474,7 @@ def meets(expect, result):
             if not text or json.dumps(result.final) == text:
                 return True
         elif result.died or result.done:
-            if kind == result.died:
+            if kind == result.died and text in result.error:
                 return True
         elif kind == "error" and result.error and text in result.error:
             return True
@@ -455,9 +499,9 @@ class World:
 
     def prepare(self, name):
         places = (os.getpid(), Handle.current.process.pid, self.port, self.secret,
-                  os.path.expanduser("~"), str(ROOT))  # fmt: skip
+                  os.path.expanduser("~"), str(ROOT))
         inside = INSIDE.format(ours=os.readlink("/proc/self/ns/pid"))
-        return PREPARE.format(name=name, world=places) + (inside if self.mode == "require" else "")
+        return PREPARE.format(name=name, world=places) + inside * (self.mode == "require")
 
     def connected(self, reader, writer):
         self.connections += 1
@@ -466,7 +510,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def a_world(mode, tmp_path):
-    """A fresh server, a secret in the environment and in a file, and somebody who listens."""
+    """A fresh server, a secret in the environment and in a file, somebody who listens."""
     Handle.stop()
     secret = tmp_path / "secret"
     secret.write_text("hush")
@@ -497,7 +541,7 @@ def limits_of(mode, **more):
 
 
 async def play(case, name, world):
-    """The results of the case and of the block after it; raises if it could not be played."""
+    """The results of the case and of the block after it."""
     limits = limits_of(world.mode, **case.limits)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(9):  # a busy machine may take longer than TIGHT for this already
@@ -523,7 +567,7 @@ def verdict(case, first, then):
 def processes():
     """{pid: (parent, name)} of this machine, zombies included."""
     found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # Path.glob fails on one that just ended
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # glob fails if one ends
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
             head, _, tail = stat.rpartition(")")
@@ -540,7 +584,7 @@ def below(pid):
 
 
 def marked(name):
-    """Processes that a case of this name left, by their own name or by their command line."""
+    """Processes that a case of this name left, by name or command line."""
     found = [p for p, (_, own) in processes().items()
              if own == name or name == MARK and own.startswith(MARK)]
     for pid in processes() if name == MARK else ():
@@ -574,7 +618,7 @@ def left():
         "directories": sorted(set(os.listdir(Handle.current.base)) - kept),
         "files": [str(path) for place in ("/tmp", "/dev/shm", "/etc", sys.prefix, ROOT)
                   for path in Path(place).glob(f"{MARK}*")],
-    }  # fmt: skip
+    }
 
 
 async def eventually(condition, seconds=60.0):
@@ -587,7 +631,8 @@ async def eventually(condition, seconds=60.0):
 async def settled(before):
     """"" once nothing is left but what was there before; else the differences."""
     await eventually(lambda: left() == before)
-    return {name: (before[name], value) for name, value in left().items() if value != before[name]}
+    now = left()
+    return {name: (before[name], now[name]) for name in now if now[name] != before[name]}
 
 
 async def heartbeat(gaps):
@@ -641,18 +686,20 @@ def needs(mode):
 
 @functools.cache
 def played(mode, tmp_path):
-    """Every case of a mode, 16 at a time: what is wrong with each, and what is left of them."""
+    """All cases of a mode, 16 at a time: what is wrong with each, and what is left."""
 
     async def go():
         async with a_world(mode, tmp_path) as world:
             before, gaps, places = left(), [], asyncio.Semaphore(16)
             beat = asyncio.create_task(heartbeat(gaps))
             # First those that take seconds, then those that mostly wait.
-            cases = sorted(cases_of(mode), key=lambda c: (c.soak, "timeout" not in c.expect))
-            wrong = await asyncio.gather(*(one(i, c, world, places) for i, c in enumerate(cases)))
+            cases = cases_of(mode)
+            cases.sort(key=lambda c: (c.soak, "timeout" not in c.expect))
+            plays = [one(i, case, world, places) for i, case in enumerate(cases)]
+            wrong = await asyncio.gather(*plays)
             beat.cancel()
             whole = {"left": await settled(before), "gap": max(gaps),
-                     "connections": world.connections}  # fmt: skip
+                     "connections": world.connections}
             return {c.name: w for c, w in zip(cases, wrong)}, whole
 
     return asyncio.run(go())
@@ -663,8 +710,8 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
 
 
-@pytest.mark.parametrize("mode, name", [pytest.param(mode, c.name, id=f"{mode}-{c.name}")
-                                        for mode in ("require", "off") for c in cases_of(mode)])
+@pytest.mark.parametrize("mode, name", [
+    (mode, case.name) for mode in ("require", "off") for case in cases_of(mode)])
 def test_case(mode, name, place):
     needs(mode)
     assert not played(mode, place)[0][name]
@@ -683,10 +730,10 @@ asyncio.run(go())
 
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_what_one_trainer_ends_is_not_anothers(mode):
-    """Both have a first REPL; the other's leaves a process behind, which has to be ended."""
+    """Both have a first REPL; the other's leaves a process, which has to be ended."""
     needs(mode)
     code = ("import os, time\nif (pid := os.fork()) == 0:\n  os.setsid()\n"
-            "  if os.fork() == 0: time.sleep(60)\n  os._exit(0)\nos.waitpid(pid, 0)")  # fmt: skip
+            "  if os.fork() == 0: time.sleep(60)\n  os._exit(0)\nos.waitpid(pid, 0)")
 
     async def go():
         Handle.stop()
@@ -708,19 +755,19 @@ def test_nothing_is_left_and_the_loop_kept_turning(mode, place):
     assert whole["connections"] == (mode == "off")
 
 
-# --- the soak -------------------------------------------------------------------------------------
+# --- the soak ---------------------------------------------------------------------------
 
 
 def resident_mb():
     """Of this process and of the server."""
     gc.collect()
     sizes = [Path(f"/proc/{pid}/statm").read_text().split()[1]
-             for pid in (os.getpid(), Handle.current.process.pid)]  # fmt: skip
+             for pid in (os.getpid(), Handle.current.process.pid)]
     return [int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20 for pages in sizes]
 
 
 GOOD_BLOCKS = ("x = [w for w in context.split() if 'a' in w]\nprint(len(x))",
-               "FINAL([llm_query(w) for w in x[:3]])")  # fmt: skip
+               "FINAL([llm_query(w) for w in x[:3]])")
 
 
 async def good(i, world):
@@ -734,8 +781,8 @@ async def good(i, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_soak(mode, tmp_path):
-    """SOAK REPLs, 64 at a time: half good, half hostile, of which those that wait for a deadline
-    are one in twenty."""
+    """SOAK REPLs, 64 at a time: half good, half hostile. One in twenty of the hostile ones
+    waits for a deadline."""
     needs(mode)
     total = int(os.environ.get("SOAK", "20000"))
     rng = random.Random(0)
@@ -744,7 +791,9 @@ def test_soak(mode, tmp_path):
     wrong, times = [], []
 
     async def run(i, world):
-        case = None if rng.random() < 0.5 else rng.choice(waits if rng.random() < 0.05 else cheap)
+        case = None
+        if rng.random() < 0.5:
+            case = rng.choice(waits if rng.random() < 0.05 else cheap)
         try:
             async with asyncio.timeout(60):
                 if case is None:
@@ -776,15 +825,15 @@ def test_soak(mode, tmp_path):
             return remains, sizes
 
     remains, sizes = asyncio.run(go())
-    # What malloc returns to the system differs by 2 MB from one moment of rest to the next, so
-    # medians are compared: of the 2nd to 6th sample (in the 1st, caches fill) and of the last five.
+    # What malloc returns to the system varies by 2 MB, so medians are compared: of the 2nd
+    # to 6th sample (caches fill in the 1st) and of the last five.
     before, after = ([statistics.median(s) for s in zip(*part)]
                      for part in (sizes[1:6], sizes[-5:]))
     n, seconds = map(sum, zip(*times))
-    print(f"\nsoak, sandbox {mode}: {n} REPLs in {seconds:.0f} s, {n / seconds:.0f} a second; "
-          f"MB of trainer {before[0]:.1f} -> {after[0]:.1f}, "
-          f"of server {before[1]:.1f} -> {after[1]:.1f}; "
-          f"wrong {dict(collections.Counter(name for name, _ in wrong))}, left {remains}")
+    print(f"\nsoak, sandbox {mode}: {n} REPLs in {seconds:.0f} s, {n / seconds:.0f} per s, "
+          f"MB of client {before[0]:.1f} -> {after[0]:.1f}, "
+          f"of server {before[1]:.1f} -> {after[1]:.1f}, left {remains}, "
+          f"wrong {dict(collections.Counter(name for name, _ in wrong))}")
     assert not wrong, wrong[:5]
     assert not remains
     assert all(b <= 1.05 * a for a, b in zip(before, after)), (before, after)
