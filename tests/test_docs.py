@@ -88,6 +88,15 @@ def test_flags_in_commands_exist(page, monkeypatch, capsys):
                 assert used <= flags | {"--help"}, line
 
 
+def test_what_the_readme_tells_to_look_for_is_there():
+    entries = re.findall(r"^\d\. \[(\w+\.py)\](.*?)(?=^\d\.|^\n)", TEXTS[README],
+                         re.DOTALL | re.MULTILINE)
+    assert [file for file, _ in entries] == ["tree.py", "rlm.py", "grpo.py", "train.py"]
+    for file, text in entries:
+        for name in re.findall(r"`(\w+)`", text):
+            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (file, name)
+
+
 @pages
 def test_lines_are_short(page):
     long = [n for n, line in enumerate(TEXTS[page].splitlines(), 1) if len(line) > 120]
