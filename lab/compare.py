@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 import eval as evaluation  # the program that runs is __main__, so this is a second copy
@@ -28,6 +27,7 @@ from model import Qwen3, Qwen3Config
 from repl import REPLError
 from rlm import RLMConfig
 from runtime import handed_in
+from runtime.device import COMPUTE, DEVICE
 from runtime.files import write_json
 from sampler import Sampler, SamplerError
 from tasks import Task
@@ -153,9 +153,7 @@ class Comparison:
         return chosen
 
     def load_model(self):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = Qwen3.from_pretrained(self.args.model, dtype, device)
+        self.model = Qwen3.from_pretrained(self.args.model, COMPUTE, DEVICE)
         self.sampler = Sampler(self.model, window=self.config.window)
         return rlm.local_policy(self.sampler, self.tokenizer, self.args.temperature,
                                 self.args.top_p)
@@ -165,11 +163,16 @@ class Comparison:
         questions, which cells, and where things are written."""
         a, config = self.args, asdict(self.config)
         del config["limits"]["sandbox"]  # it belongs to the machine
-        names = "model api api_model split seed times temperature top_p reward".split()
+        handed = [spec for spec in (*split(a.tasks), *split(a.reward))
+                  if handed_in.is_path(spec)]
+        paths = {spec: re.sub(r"\.py:.*", ".py", spec) for spec in handed}
+        names = "model api api_model split seed times temperature top_p".split()
         return {**{name: getattr(a, name) for name in names},
                 "policy": self.root, "children": self.below, "config": config,
                 "weights": self.model and digest_of_weights(a.model),
-                "data": a.data and digest(Path(a.data).read_bytes())}
+                "data": a.data and digest(Path(a.data).read_bytes()),
+                "files": {spec: digest(Path(path).read_bytes())
+                          for spec, path in paths.items()} or None}
 
     # --- the run --------------------------------------------------------------------------
 

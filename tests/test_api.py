@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import eval as evaluation
 from lab import api
 from lab.api import API, Account, APIError, Stop
+from test_eval import command as evaluate  # noqa: F401 (a fixture)
 from tree import Node, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,20 +57,6 @@ def stub(tmp_path, monkeypatch):
     yield start
     for server in started:
         server.stop()
-
-
-@pytest.fixture
-def evaluate(monkeypatch, capsys):
-    """Runs eval.py with these arguments -> (its message or None, what it printed)."""
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
-        message = None
-        try:
-            evaluation.main()
-        except SystemExit as stop:
-            message = stop.code
-        return message, capsys.readouterr().out
-    return run
 
 
 def served(log):

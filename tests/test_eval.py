@@ -313,6 +313,9 @@ def test_a_reward_from_a_file_scores_in_place_of_the_task(name, score, command, 
     assert command("--policy", "oracle", "--n", 2, "--json", tmp_path / "r.json",
                    "--reward", f"{tmp_path / 'rewards.py'}{name}")[0] is None
     assert load(tmp_path / "r.json")["rows"][0]["score"] == score
+    message, _ = command("--policy", "oracle", "--n", 2, "--json", tmp_path / "r.json",
+                         "--resume")
+    assert "cannot be resumed: it was made with files" in message
 
 
 @pytest.mark.parametrize("name, says", [(":none", "returned None"),
