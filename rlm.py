@@ -343,8 +343,9 @@ characters a block, so print little. You have {turns} messages of at most {token
 
 In the REPL you have:
 - context: the data. FINAL(value): your answer; ends at once. FINAL_VAR("name"): the same \
-with a variable. SHOW_VARS(): names, types and sizes of your variables. Or build the answer \
-in the dict `answer`: answer["content"] = value, and answer["ready"] = True ends as FINAL does.
+with a variable. SHOW_VARS(): names, types and sizes of your variables. Or build the \
+answer in the dict `answer`: answer["content"] = value, and answer["ready"] = True ends as \
+FINAL does.
 {calls}{tools}
 {strategy}
 Give the answer only by calling FINAL inside a block. Be quick: look, {delegate}combine, \

@@ -479,8 +479,8 @@ class Trainer:
         """OUT/report.html: the scores, the curves, the trees of the last step with their
         advantages, and held-out trees with their gaps between trainer and sampler."""
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        trees = [(f"question {tree.group}", tree) for tree in last]
-        trees += [(f"held out {i}", tree) for i, tree in enumerate(final)]
+        trees = [(f"question {tree.group} #{i}", tree) for i, tree in enumerate(last)]
+        trees += [(f"held out #{i}", tree) for i, tree in enumerate(final)]
         advantages = grpo.advantages(last, self.config)
         evaluation.write_report(
             self.run.path("report.html"), "Training run", asdict(self.config), rows,

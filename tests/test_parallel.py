@@ -1,4 +1,5 @@
-"""Several ranks are one: two processes over gloo against one; checkpoints, faults, bad input."""
+"""Several ranks are one: two processes over gloo against one; checkpoints, faults, bad
+input."""
 import json
 import os
 import random
@@ -30,7 +31,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 KINDS = {"full": {"lr": 1e-3}, "lora": {"lora_rank": 2, "lr": 1e-2}}
 
 
-# --- one step on hand-made trees, by one rank or by two ---------------------------------------
+# --- one step on hand-made trees, by one rank or by two -----------------------------------
 
 def make_model(path):
     tokenizer = Tokenizer.train(["abc abd aef"] * 9, 300)
@@ -55,7 +56,8 @@ def trees(step):
         return made
 
     return [Rollout(None, group, node((), *(node((i,)) for i in range(n))), reward)
-            for group, reward, n in (("a", 1.0, 3), ("a", 0.0, 1), ("b", 0.2, 0), ("b", 0.7, 2))]
+            for group, reward, n in (
+                ("a", 1.0, 3), ("a", 0.0, 1), ("b", 0.2, 0), ("b", 0.7, 2))]
 
 
 def make_trainer(out, world, number=0, **flags):
@@ -66,7 +68,8 @@ def make_trainer(out, world, number=0, **flags):
 
 
 def step(out, kind, number, world, split=None):
-    """Resume, take one step, save. `split` of the rows go to rank 0, the others to rank 1."""
+    """Resume, take one step, save. `split` of the rows go to rank 0, the others to rank
+    1."""
     try:
         trainer = make_trainer(out, world, number, **KINDS[kind])
         if number == 0:
@@ -124,7 +127,8 @@ def serve(folder):
 def start_ranks(folder):
     """Two processes in the environment that torchrun gives them."""
     # The port is held here, as by torchrun: nobody can take it before rank 0 does.
-    start_ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start_ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True,
+                                      wait_for_workers=False)
     code = f"from test_parallel import serve; serve({str(folder)!r})"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     shared = os.environ | {
@@ -155,7 +159,8 @@ def close(got, want):
 
 
 def test_two_ranks_are_one_and_a_run_moves_from_two_to_one_and_back(tmp_path):
-    """Step 0 on two ranks with 3 rows and 7, step 1 on one, step 2 on two; full and LoRA."""
+    """Step 0 on two ranks with 3 rows and 7, step 1 on one, step 2 on two; full and
+    LoRA."""
     one, two = tmp_path / "one", tmp_path / "two"
     for path in (one, two):
         make_model(path / "model")
@@ -189,7 +194,7 @@ def test_two_ranks_are_one_and_a_run_moves_from_two_to_one_and_back(tmp_path):
     assert [status for status, _ in done] == [0, 0], done
 
 
-# --- failures ---------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------
 
 class Pair(World):
     """Rank 0 of two. The other one always gathers the same value."""
@@ -336,7 +341,7 @@ def test_lean_states_stay_close_to_full_ones():
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
 
 
-# --- whole runs -------------------------------------------------------------------------------
+# --- whole runs ---------------------------------------------------------------------------
 
 def torchrun(script, *flags):
     """A run of two ranks that ends by itself."""
@@ -352,8 +357,9 @@ def torchrun(script, *flags):
 def test_a_killed_rank_ends_all_and_the_run_resumes(moment, method, tmp_path, monkeypatch):
     """Each in the second step of torchrun's two ranks; then one process continues."""
     assert command(train, monkeypatch, *SHORT, "--out", tmp_path / "warm") is None
-    out, flags = tmp_path / "run", (*SHORT, "--warmup-steps", 0, "--steps", 3, "--save-every",
-                                    1, "--model", tmp_path / "warm" / "warmup")
+    out = tmp_path / "run"
+    flags = (*SHORT, "--warmup-steps", 0, "--steps", 3, "--save-every", 1, "--model",
+             tmp_path / "warm" / "warmup")
     owner, _, name = method.rpartition(".")
     died = tmp_path / "died"
     script = tmp_path / "victim.py"
@@ -419,8 +425,8 @@ def weights(path):
 def test_ctrl_c_ends_all_ranks_and_the_run_resumes(tmp_path, monkeypatch):
     out = tmp_path / "run"
     run = subprocess.Popen([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)),
-                            "train.py", *SHORT, "--steps", "500", "--save-every", "1", "--out",
-                            str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
+                            "train.py", *SHORT, "--steps", "500", "--save-every", "1",
+                            "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
                            stderr=subprocess.PIPE, start_new_session=True)
     while not (out / "checkpoints" / "grpo-000002").exists():
         assert run.poll() is None

@@ -34,7 +34,8 @@ def task(query="the question", context="the context"):
 
 
 class Script:
-    """A policy that says by path and turn what to say: {path: text or [texts]}; "*" for others.
+    """A policy that says by path and turn what to say: {path: text or [texts]}; "*" for
+    others.
 
     With a tokenizer it samples as a model does: at most max_tokens, then it is cut."""
 
@@ -57,12 +58,14 @@ class Script:
         ids = ids[:min(max_tokens, self.cut.get(key[-1], max_tokens))]
         stop = "stop" if ids[-1] == self.tokenizer.end_of_turn else "length"
         text = self.tokenizer.decode(ids[:-1] if stop == "stop" else ids)
-        return Completion(text, tuple(ids), tuple(-0.1 * (i + 1) for i in range(len(ids))), stop)
+        logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
+        return Completion(text, tuple(ids), logprobs, stop)
 
 
 def run(says, question=None, tokenizer=None, key=(), **config):
     policy = says if callable(says) else Script(says, tokenizer)
-    return asyncio.run(rollout(question or task(), policy, tokenizer, RLMConfig(**config), key))
+    return asyncio.run(
+        rollout(question or task(), policy, tokenizer, RLMConfig(**config), key))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def no_repl_is_left():
     return True
 
 
-# --- the recursion -------------------------------------------------------------------------
+# --- the recursion ------------------------------------------------------------------------
 
 
 def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
@@ -145,7 +148,8 @@ def test_without_a_context_a_child_gets_its_parents():
 
 
 def test_llm_queries_are_leaves_that_see_only_their_prompt():
-    root = run({(): block("FINAL([llm_query('one {x}')] + llm_query_batched(['two', 'three']))"),
+    root = run({(): block("FINAL([llm_query('one {x}')] + "
+                          "llm_query_batched(['two', 'three']))"),
                 "*": lambda node: f"reply to {node.turns[1].text}"})
     assert root.answer == ["reply to one {x}", "reply to two", "reply to three"]
     assert [(n.path, n.kind, n.end) for n in root.children] == [
@@ -154,9 +158,10 @@ def test_llm_queries_are_leaves_that_see_only_their_prompt():
 
 
 @pytest.mark.parametrize("max_depth", [0, 1, 2])
-def test_at_the_depth_limit_rlm_query_becomes_a_plain_completion_over_the_context(max_depth):
+def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
     root = run({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
-                else block("FINAL(rlm_query('what?', [context, 'ß']))")}, max_depth=max_depth)
+                else block("FINAL(rlm_query('what?', [context, 'ß']))")},
+               max_depth=max_depth)
     *above, leaf = root.walk()
     assert [n.kind for n in above] == ["rlm"] * (max_depth + 1) and leaf.kind == "llm"
     context = "the context"
@@ -170,12 +175,13 @@ def test_at_the_depth_limit_rlm_query_becomes_a_plain_completion_over_the_contex
     assert text == 'q\n\nas "is"'
 
 
-# --- tokens --------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------
 
 
 def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(tiny):
     """Three turns; the second is cut by length, and closed with mask 0."""
-    says = [block("print(1)"), "thinking for ever and ever and ever", block("FINAL(context)")]
+    says = [block("print(1)"), "thinking for ever and ever and ever",
+            block("FINAL(context)")]
     policy, rows, completions = Script({(): says}, tiny, cut={1: 5}), [], []
 
     async def watch(node, max_tokens, key):
@@ -227,7 +233,7 @@ def test_text_in_the_context_never_becomes_markup(tiny):
     assert hostile in seen(root)[0]
 
 
-# --- parsing and running -------------------------------------------------------------------
+# --- parsing and running ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, blocks", [
@@ -267,8 +273,10 @@ def test_an_observation_ends_with_the_turn_counter_and_the_question():
     root = run({(): [block("print('out')"), block("y = 1"), block("FINAL(0)")]},
                task(question), max_turns=3)
     first, second = seen(root)
-    assert first.startswith("REPL output:\nout\n\nMessage 2 of 3. The question: what is xxx")
-    assert second.startswith("The REPL printed nothing.\n\nMessage 3 of 3. This is the last")
+    assert first.startswith(
+        "REPL output:\nout\n\nMessage 2 of 3. The question: what is xxx")
+    assert second.startswith(
+        "The REPL printed nothing.\n\nMessage 3 of 3. This is the last")
     assert first.endswith("x …") and len(first) < 280
     assert observation("out", 2, 3, "short", "brief") == "out\n2/3 short"
 
@@ -284,9 +292,10 @@ def test_whatever_is_given_to_final_ends_the_node(code, answer):
 
 def test_the_helpers_of_the_task_are_in_the_repl():
     question = tasks.read(ROOT / "tests" / "data" / "papers.jsonl", "evidence")[0]
-    root = run({(): block("FINAL([list_papers(context)[1], search(context['tides-3'], 'WIND', 0),"
-                          "get_paper_abstract(context, 'tides-2'), extract_section('a(b)', '(', "
-                          "')')])")}, question)
+    root = run({(): block("FINAL([list_papers(context)[1],"
+                          "search(context['tides-3'], 'WIND', 0),"
+                          "get_paper_abstract(context, 'tides-2'),"
+                          "extract_section('a(b)', '(', ')')])")}, question)
     assert root.answer == [
         ["tides-2", "The funnel at Fundy"], ["Wind matters far more there than the moon."],
         "Why one bay in Canada has the largest tides on record.", "(b)"]
@@ -302,7 +311,8 @@ def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
         rng = random.Random(f"{key[-3]} {node.path}")
         return Completion(tasks.demonstrate(questions[key[-3]], node, rng))
 
-    done = asyncio.run(collect(questions, policy, None, RLMConfig(style="brief", max_turns=2)))
+    config = RLMConfig(style="brief", max_turns=2)
+    done = asyncio.run(collect(questions, policy, None, config))
     assert not any(n.errors for r in done for n in r.root.walk())
     rewards = [r.reward for r in done]
     assert 0.0 in rewards and (1.0 in rewards) == ("whole" not in children)
@@ -310,12 +320,12 @@ def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
     assert [r.task for r in done] == questions and no_repl_is_left()
 
 
-# --- budgets -------------------------------------------------------------------------------
+# --- budgets ------------------------------------------------------------------------------
 
 
 def test_a_batch_larger_than_the_node_budget_gets_exactly_its_results_in_order():
-    root = run({(): block("a = rlm_query_batched('q', list('abcde'))\nb = llm_query('late')\n"
-                          "FINAL([a, b])"), "*": block("FINAL(context * 2)")}, max_nodes=4)
+    root = run({(): block("a = rlm_query_batched('q', list('abcde'))\n"
+                          "b = llm_query('late')\nFINAL([a, b])"), "*": block("FINAL(context * 2)")}, max_nodes=4)
     values, late = root.answer
     assert len(values) == 5 and values[:3] == ["aa", "bb", "cc"]
     for error in (*values[3:], late):
@@ -324,7 +334,8 @@ def test_a_batch_larger_than_the_node_budget_gets_exactly_its_results_in_order()
 
 
 def test_the_node_budget_belongs_to_the_whole_tree():
-    root = run({"*": block("FINAL(rlm_query_batched('q', [1, 2, 3]))")}, max_nodes=9, max_depth=9)
+    root = run({"*": block("FINAL(rlm_query_batched('q', [1, 2, 3]))")},
+               max_nodes=9, max_depth=9)
     assert len(list(root.walk())) == 9
     assert "budget of 9 nodes" in json.dumps(root.answer)
     assert no_repl_is_left()
@@ -389,15 +400,15 @@ def test_the_last_turn_ends_a_node_that_gave_no_answer():
     root = run({(): [block("x = 1")] * 3}, max_turns=3)
     assert (root.end, root.answer) == ("turns", None)
     assert [t.role for t in root.turns] == ["system", *["user", "assistant"] * 3]
-    parent = run({(): block("FINAL(rlm_query('q'))"), "*": [block("x = 1")] * 2}, max_turns=2)
+    parent = run({(): block("FINAL(rlm_query('q'))"), "*": [block("x = 1")] * 2},
+                 max_turns=2)
     assert parent.answer == "Error: the call ended without an answer (out of turns)"
 
 
 @pytest.mark.parametrize("code, end", [
     ("while True: pass", "timeout"), ("import os; os._exit(3)", "crash"),
     # What an explorer may find: the worker's own way to answer, with words of its own.
-    ("w = FINAL.__self__\nR = FINAL.__func__.__globals__['Result']\n"
-     "w.done(R(died='\\x1b[2Jsomething'))", "protocol"),
+    ("FINAL.__self__.done('', died='\\x1b[2Jsomething')", "protocol"),
     ("w = FINAL.__self__\nw.sock.sendall(b'\\0\\0\\0\\2D{}')", None),
     ("w = FINAL.__self__\nw.sock.sendall(b'\\0\\0\\0\\2Z{}')", "protocol")])
 def test_what_befalls_the_repl_ends_the_node_not_the_tree(code, end):
@@ -424,11 +435,12 @@ def test_waiting_for_a_child_does_not_run_down_the_parents_clock():
     assert 0 < root.repl_seconds < 1.5  # what it waited is not in it
 
 
-# --- many trees ----------------------------------------------------------------------------
+# --- many trees ---------------------------------------------------------------------------
 
 
 def evidence(i):
-    return Task(f"t{i}", "evidence", str(i), {"p": f"gold {i}. rest"}, {"p": [f"gold {i}."]})
+    return Task(f"t{i}", "evidence", str(i), {"p": f"gold {i}. rest"},
+                {"p": [f"gold {i}."]})
 
 
 def test_a_lost_tree_is_marked_and_the_others_go_on():
@@ -530,7 +542,7 @@ def test_every_completion_has_a_key_of_its_own():
     policy = Script({(): [block("x = rlm_query_batched('q', [1, 2])"), block("FINAL(x)")],
                      (0,): block("FINAL(llm_query_batched(['a', 'b']))"),
                      "*": [block("x = 1"), block("FINAL(1)")]})
-    questions = [evidence(0)] * 3  # the same question: only the key tells the group's trees apart
+    questions = [evidence(0)] * 3  # one question: only the key tells its trees apart
     done = asyncio.run(collect(questions, policy, None, RLMConfig(), key=(7, "step")))
     expected = [(7, "step", i, node.path, turn) for i, r in enumerate(done)
                 for node in r.root.walk()
@@ -539,23 +551,27 @@ def test_every_completion_has_a_key_of_its_own():
     assert len(set(policy.keys)) == len(policy.keys) == 3 * (2 + 1 + 2 + 2)
 
 
-# --- configuration and prompts -------------------------------------------------------------
+# --- configuration and prompts ------------------------------------------------------------
 
 
 def test_a_configuration_survives_its_file(tmp_path):
     path = str(tmp_path / "rlm.json")
-    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", Limits(seconds=1.5, output_chars=77))
+    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief",
+                       Limits(seconds=1.5, output_chars=77))
     config.save(path)
     assert RLMConfig.load(path) == config and os.listdir(tmp_path) == ["rlm.json"]
-    (tmp_path / "part.json").write_text('{"max_turns": 2, "seconds": 5, "limits": {"queries": 3}}')
+    (tmp_path / "part.json").write_text(
+        '{"max_turns": 2, "seconds": 5, "limits": {"queries": 3}}')
     assert RLMConfig.load(str(tmp_path / "part.json")) == RLMConfig(
         max_turns=2, seconds=5, limits=Limits(queries=3))
 
 
 @pytest.mark.parametrize("bad", [
-    b"{", b"[]", b"7", b"null", b"\xff\xfe", b"", b'{"max_dept": 1}', b'{"limits": {"second": 1}}',
+    b"{", b"[]", b"7", b"null", b"\xff\xfe", b"", b'{"max_dept": 1}',
+    b'{"limits": {"second": 1}}',
     b'{"limits": 3}', b'{"limits": null}', b'{"style": "verbose"}', b'{"style": []}',
-    b'{"max_turns": "six"}', b'{"window": null}', b'{"max_nodes": 2.5}', b'{"max_depth": true}',
+    b'{"max_turns": "six"}', b'{"window": null}', b'{"max_nodes": 2.5}',
+    b'{"max_depth": true}', b'{"max_depth": -1}', b'{"window": 0}',
     b'{"limits": {"seconds": "1"}}', b'{"limits": {"queries": [1]}}', b"[" * 100_000],
     ids=lambda bad: bad[:40].decode("latin-1"))
 def test_a_file_that_is_no_configuration_is_one_line_that_names_it(tmp_path, bad):
@@ -577,7 +593,8 @@ def test_the_window_is_at_most_what_the_model_has_positions_for(tmp_path):
 def test_the_full_prompt_is_filled_in_and_names_every_builtin(kind, path):
     config = RLMConfig(max_turns=11, turn_tokens=222, max_nodes=34, max_depth=1,
                        limits=Limits(output_chars=5555))
-    system, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"}, kind, config)
+    system, user = opening(
+        Node(path), "the {question}", {"a": "bb", "c": "d"}, kind, config)
     expected = system.replace("{paper id: text}", "")
     assert not re.search(r"[{}]", expected)
     for builtin in BUILTINS:
@@ -595,18 +612,20 @@ def test_the_full_prompt_is_filled_in_and_names_every_builtin(kind, path):
 
 def test_what_is_said_about_a_context_is_its_type_and_size():
     say = rlm.describe
-    assert say("abc", "full") == "context: str of 3" and say(None, "full") == "context: NoneType"
+    assert say("abc", "full") == "context: str of 3"
+    assert say(None, "full") == "context: NoneType"
     assert say(["ab", "c"], "full") == "context: list of 2 items, 3 characters in all"
     assert say(["ab", 7], "full") == "context: list of 2 items, 3 characters in all"
-    assert say({"a": "b"}, "brief") == "context: dict of 1" and say(7, "brief") == "context: int"
+    assert say({"a": "b"}, "brief") == "context: dict of 1"
+    assert say(7, "brief") == "context: int"
 
 
-# --- the command line ----------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------
 
 
 def command(*args, stdin=""):
-    return subprocess.run([sys.executable, "rlm.py", *map(str, args)], cwd=ROOT, input=stdin,
-                          capture_output=True, text=True)
+    return subprocess.run([sys.executable, "rlm.py", *map(str, args)], cwd=ROOT,
+                          input=stdin, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("args, stdin, says", [
@@ -622,7 +641,8 @@ def test_a_mistake_on_the_command_line_is_one_line(args, stdin, says):
 
 
 @pytest.mark.parametrize("args, says", [
-    (("--model", "/nonexistent", "--fast", "q"), "--fast"), (("q",), "--model"), ((), "--model"),
+    (("--model", "/nonexistent", "--fast", "q"), "--fast"), (("q",), "--model"),
+    ((), "--model"),
     (("--model", "x", "--seed", "one", "q"), "--seed")])
 def test_wrong_flags_are_refused_by_name(args, says):
     done = command(*args)

@@ -32,7 +32,8 @@ def weights(path):
 
 
 def lines(out):
-    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    text = Path(out, "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def make_trainer(monkeypatch, out, *flags):
@@ -53,12 +54,12 @@ def one_step(trainer, trees):
     return lines(trainer.config.out)[-1]
 
 
-# --- what a run leaves ------------------------------------------------------------------------
+# --- what a run leaves --------------------------------------------------------------------
 
 def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     result = json.loads((short_run / "result.json").read_text())
-    for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_n window_tokens "
-                "context_tokens sampled_tokens seconds flags").split():
+    for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_n "
+                "window_tokens context_tokens sampled_tokens seconds flags").split():
         assert key in result
     assert result["context_tokens"] > result["window_tokens"]
     assert {"config.json", "model.safetensors", "vocab.json", "merges.txt",
@@ -69,7 +70,7 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     assert all(row["largest_gap"] < 1e-4 for row in steps)
     assert rlm.RLMConfig.load(short_run / "final" / "rlm.json") == train.TINY_RLM
     page = (short_run / "report.html").read_text()
-    assert "held out 0" in page and "question 0.1" in page
+    assert "held out #0" in page and "question 0.1" in page
 
 
 def test_the_tokenizer_of_a_tiny_model_fits_it(short_run):
@@ -83,8 +84,8 @@ def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch):
     assert command(train, monkeypatch, *SHORT, "--data", DATA, "--out", out) is None
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
     report = tmp_path / "rows.json"
-    assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA, "--n", 3,
-                   "--json", report) is None
+    assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
+                   "--n", 3, "--json", report) is None
     (row,) = json.loads(report.read_text())["rows"]
     assert row["task"] == "evidence" and row["method"] == "rlm1" and row["n"] == 3
     assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1 and row["length"] > 100
@@ -112,7 +113,7 @@ def test_tokens_end_a_run_and_the_best_weights_stay(short_run, tmp_path, monkeyp
         step["tokens"] * 4)
 
 
-# --- the update -------------------------------------------------------------------------------
+# --- the update ---------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def scripted_trees(short_run):
@@ -133,7 +134,8 @@ def test_a_batch_without_signal_changes_no_weight(short_run, tmp_path, scripted_
     before = {name: w.clone() for name, w in trainer.model.named_parameters()}
     flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
     row = one_step(trainer, flat)
-    assert (row["rows"], row["grad_norm"], row["skipped"], row["entropy"]) == (0, 0, 1, None)
+    assert row["rows"] == row["grad_norm"] == 0
+    assert row["skipped"] == 1 and row["entropy"] is None
     assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
     trainer.world.release()
 
@@ -145,7 +147,8 @@ def test_a_batch_without_signal_changes_no_weight(short_run, tmp_path, scripted_
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(
         flags, short_run, tmp_path, scripted_trees, monkeypatch):
     trainer = make_trainer(monkeypatch, tmp_path / "g", "--model", short_run / "warmup",
-                           "--warmup-steps", 0, "--heldout", 1, "--steps", 1, *flags.split())
+                           "--warmup-steps", 0, "--heldout", 1, "--steps", 1,
+                           *flags.split())
     trainer.end_warm_up()
     before = {name: w.clone() for name, w in trainer.model.named_parameters()}
     row = one_step(trainer, scripted_trees)
@@ -160,10 +163,11 @@ def test_every_objective_moves_the_weights_and_logs_what_to_watch(
     trainer.world.release()
 
 
-def test_a_teachers_trees_take_the_place_of_scripts(short_run, tmp_path, monkeypatch, capsys):
+def test_a_teachers_trees_take_the_place_of_scripts(
+        short_run, tmp_path, monkeypatch, capsys):
     saved = tmp_path / "trees.jsonl"
-    assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train", "--n", 4,
-                   "--model", short_run / "init", "--save", saved) is None
+    assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
+                   "--n", 4, "--model", short_run / "init", "--save", saved) is None
     out = tmp_path / "run"
     assert command(train, monkeypatch, *SHORT, "--warmup", saved, "--model",
                    short_run / "init", "--steps", 0, "--out", out) is None
@@ -182,7 +186,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(short_run, tmp_path, monkeyp
         train.teacher_trees(str(saved), tokenizer)
 
 
-# --- where a run starts from ------------------------------------------------------------------
+# --- where a run starts from --------------------------------------------------------------
 
 @pytest.mark.parametrize("last, phase, step, rank, weights, adapter, optimizer", [
     (None, "warmup", 0, 0, "M", "", ""),
@@ -237,7 +241,8 @@ def test_a_run_of_an_earlier_version_resumes_if_its_flags_are_built_in_now(
     assert command(train, monkeypatch, "--out", out, "--resume") is None
 
 
-def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, tmp_path, monkeypatch):
+def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
+        short_run, tmp_path, monkeypatch):
     out = tmp_path / "run"
     shutil.copytree(short_run, out)
 
@@ -256,7 +261,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, tmp_path
         assert files() == before
 
 
-# --- bad input --------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
@@ -308,7 +313,8 @@ def test_a_config_that_is_not_qwen3_is_refused_before_anything_is_written(
     assert "model_type is 'llama'" in message and not (tmp_path / "g").exists()
 
 
-def test_a_run_that_cannot_fit_stops_before_loading(short_run, tmp_path, monkeypatch, capsys):
+def test_a_run_that_cannot_fit_stops_before_loading(
+        short_run, tmp_path, monkeypatch, capsys):
     def never(*args, **more):
         raise AssertionError("weights were read")
 
@@ -334,7 +340,7 @@ def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "h").exists()
 
 
-# --- what takes minutes -----------------------------------------------------------------------
+# --- what takes minutes -------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
@@ -343,8 +349,8 @@ def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
     assert json.loads((out / "result.json").read_text())["heldout_4x"] is None
     assert rlm.RLMConfig.load(str(out / "final" / "rlm.json")).max_depth == 2
     again = tmp_path / "one"
-    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--max-depth", 1, "--model",
-                   out / "warmup", "--warmup-steps", 0, "--out", again) is None
+    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--max-depth", 1,
+                   "--model", out / "warmup", "--warmup-steps", 0, "--out", again) is None
     assert rlm.RLMConfig.load(str(again / "final" / "rlm.json")).max_depth == 1
 
 
