@@ -88,6 +88,8 @@ def load(spec: str) -> ModuleType:
         handed_in.function(module, name)  # raises HandedInError if it is not there
     if inspect.iscoroutinefunction(module.score):
         raise HandedInError(f"{spec}: score is async; a task's score is a plain function")
+    if not all(map(inspect.isfunction, getattr(module, "TOOLS", ()))):
+        raise HandedInError(f"{spec}: TOOLS is not a tuple of functions")
     _files[kind] = module
     return module
 

@@ -110,19 +110,19 @@ def describe(context, name):
 def oracle(task, node):
     if node.depth:
         name = asked(node).split()[2]
-        return script(describe, call=f"describe(context, {name!r})")
+        return script(describe, name)
     name, x, path = re.search(r"`(\w+)\((\d+)\)` in (\S+)", task.query).groups()
     choices = re.findall(r"\(([A-D])\) (\d+)", task.query)
     choices = {value: letter for letter, value in choices}
-    return script(follow, call=f"follow(context, {name!r}, {x}, {path!r}, {choices})")
+    return script(follow, name, int(x), path, choices)
 
 
 # Runs in the REPL: the letter of a choice that stands beside the word.
-def choice_beside(hits, choices):
-    return next((k for k, value in choices if any(value in hit for hit in hits)), "A")
+def choice_beside(context, word, choices):
+    hits = " ".join(sentences_with(context, word))
+    return next((letter for letter, value in choices if value in hits), "A")
 
 
 def keyword(task, node):
     choices = re.findall(r"\(([A-D])\) (.+)", task.query)
-    hits = f"sentences_with(context, {word_of(task)!r})"
-    return script(sentences_with, choice_beside, call=f"choice_beside({hits}, {choices})")
+    return script(choice_beside, word_of(task), choices, uses=(sentences_with,))

@@ -195,4 +195,4 @@ def oracle(task, node):
 
 
 def keyword(task, node):
-    return script(sentences_with, call=f"sentences_with(context, {word_of(task)!r})")
+    return script(sentences_with, word_of(task))

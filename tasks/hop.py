@@ -105,12 +105,12 @@ def fact(context, pattern):
 def oracle(task, node):
     if not node.depth:
         person = re.search(r"was a (\w+ born in \w+) ", task.query)[1]
-        return script(chain, call=f"chain(context, {person!r})")
+        return script(chain, person)
     patterns = {"teacher": r"studied with (\w+ \w+)\.",
                 "direct": r"directed the (\w+) Institute",
                 "city": r"stands in (\w+)\."}
     pattern = next(p for word, p in patterns.items() if word in asked(node))
-    return script(fact, call=f"fact(context, {pattern!r})")
+    return script(fact, pattern)
 
 
 keyword = first_hit

@@ -74,8 +74,9 @@ def source(functions: tuple[Callable, ...]) -> str:
     """The source text of some functions, after those imports of their files that they
     use."""
     imports, bodies = [], []
+    brought = {function.__name__ for function in functions}
     for function in functions:
-        used = _names_in(function.__code__)
+        used = _names_in(function.__code__) - brought
         whole_file = inspect.getsource(sys.modules[function.__module__])
         for statement in ast.parse(whole_file).body:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -102,9 +103,11 @@ def block(code: str) -> str:
     return f"```repl\n{code}\n```"
 
 
-def script(*functions: Callable, call: str) -> str:
-    """A message that defines the functions and answers with what `call` returns."""
-    return block(f"{source(functions)}\nFINAL({call})")
+def script(function: Callable, *args, uses: tuple[Callable, ...] = ()) -> str:
+    """The message that answers with function(context, *args). It brings the function along,
+    and those that the function uses."""
+    call = ", ".join(["context", *map(repr, args)])
+    return block(f"{source((*uses, function))}\nFINAL({function.__name__}({call}))")
 
 
 def asked(node) -> str:
@@ -129,7 +132,10 @@ def sentences_with(context, word):
     return [hit for text in texts if word in text for hit in search(text, word, 0)]
 
 
+def first_with(context, word):
+    return next(iter(sentences_with(context, word)), "")
+
+
 def first_hit(task, node) -> str:
-    """The message of a keyword script: the first sentence with a word of the question."""
-    hits = f"sentences_with(context, {word_of(task)!r})"
-    return script(sentences_with, call=f"next(iter({hits}), '')")
+    """A keyword script: the first sentence with a word of the question."""
+    return script(first_with, word_of(task), uses=(sentences_with,))

@@ -60,9 +60,9 @@ def find_here(context, key):
 
 def oracle(task, node):
     if not node.depth:
-        return script(find, call=f"find(context, {task.query!r}, {PIECES})")
+        return script(find, task.query, PIECES)
     key = re.search(r"for (\S+) mentioned", task.query)[1]
-    return script(find_here, call=f"find_here(context, {key!r})")
+    return script(find_here, key)
 
 
 keyword = first_hit

@@ -263,20 +263,16 @@ def digits_here(context, openers):
     return "".join(str(opener.lastindex - 1) for opener in found)
 
 
-def label_script(node, answer, call: str) -> str:
-    """The message of a root that labels all lines and calls `answer`, or of a child."""
-    if node.depth:
-        openers = list(OPENERS.values())
-        return script(digits_here, call=f"digits_here(context, {openers})")
-    return script(iso_date, labelled, answer, call=call)
-
-
-ROWS = f"labelled(context, {LABELS}, {PIECES})"
+# Runs in the REPL.
+def count_lines(context, labels, pieces, question):
+    return tally(labelled(context, labels, pieces), *question)
 
 
 def oracle(task, node):
-    call = "tally({}, *{!r})".format(ROWS, parts_of(task.query))
-    return label_script(node, tally, call)
+    if node.depth:
+        return script(digits_here, list(OPENERS.values()))
+    return script(count_lines, LABELS, PIECES, parts_of(task.query),
+                  uses=(iso_date, labelled, tally))
 
 
 keyword = first_hit

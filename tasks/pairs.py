@@ -4,8 +4,8 @@ Gold is [[id, id], ...]. The score is the F1 over unordered pairs. oolong makes 
 """
 import re
 
-from tasks.in_repl import TOOLS, script, sentences_with, word_of
-from tasks.oolong import DAYS, LABELS, ROWS, iso_date, label_script, records
+from tasks.in_repl import PIECES, TOOLS, script, sentences_with, word_of
+from tasks.oolong import DAYS, LABELS, OPENERS, digits_here, iso_date, labelled, records
 from tasks.text import as_line, characters, field
 
 STRATEGY = """\
@@ -69,7 +69,7 @@ def parts_of(query: str) -> tuple:
     return users[0], users[-1], dated
 
 
-# Runs in the REPL, too: the pairs [lower ID, higher ID] that fit, in rows as those of tally.
+# Runs in the REPL, too: the pairs that fit, each [lower ID, higher ID]. Rows as in tally.
 def matching(rows, first, second, dated):
     instances = {}
     for day, user, label in rows:
@@ -130,18 +130,24 @@ def read(row):
             sorted(sorted(pair) for pair in found))
 
 
-def oracle(task, node):
-    call = "matching({}, *{!r})".format(ROWS, parts_of(task.query))
-    return label_script(node, matching, call)
-
-
 # Runs in the REPL.
-def pairs_of_users(hits):
-    users = {user for hit in hits for user in re.findall(r"User: (\d+)", hit)}
-    users = sorted(users, key=int)[:100]
+def pair_users(context, labels, pieces, rule):
+    return matching(labelled(context, labels, pieces), *rule)
+
+
+def oracle(task, node):
+    if node.depth:
+        return script(digits_here, list(OPENERS.values()))
+    return script(pair_users, LABELS, PIECES, parts_of(task.query),
+                  uses=(iso_date, labelled, matching))
+
+
+# Runs in the REPL: all pairs of the users whose lines have the word, a hundred at most.
+def pairs_beside(context, word):
+    hits = " ".join(sentences_with(context, word))
+    users = sorted(set(re.findall(r"User: (\d+)", hits)), key=int)[:100]
     return [[a, b] for i, a in enumerate(users) for b in users[i + 1:]]
 
 
 def keyword(task, node):
-    hits = f"sentences_with(context, {word_of(task)!r})"
-    return script(sentences_with, pairs_of_users, call=f"pairs_of_users({hits})")
+    return script(pairs_beside, word_of(task), uses=(sentences_with,))

@@ -1,5 +1,5 @@
-"""Each kind of task: how it scores, that its questions are what they say, and that its scripts
-find the answer or miss it, through the real REPL."""
+"""Each kind of task: how it scores, that its questions are what they say, and that its
+scripts find the answer or miss it, through the real REPL."""
 import asyncio
 import hashlib
 import importlib
@@ -46,11 +46,12 @@ def play(task, script, tokenizer=None, **config):
     return asyncio.run(rollout(task, policy, tokenizer, RLMConfig(**config)))
 
 
-# --- evidence: F1 over characters ----------------------------------------------------------
+# --- evidence: F1 over characters ------------------------------------------------------
 
 
 def marks(context, spans_of):
-    """The slow reference: every (paper, position) that any occurrence of any span covers."""
+    """The slow reference: every (paper, position) that any occurrence of any span
+    covers."""
     found = set()
     for paper, text in context.items():
         for span in spans_of(paper):
@@ -90,12 +91,12 @@ def test_the_score_agrees_with_a_set_of_marked_positions(alphabet):
 
 
 @pytest.mark.parametrize("answer", [
-    None, 0, 1, -2.5, float("nan"), True, False, "", " \n\t", [], [[]], [[], [None, 3, [True]]],
-    ["", " "], "found nowhere", ["found nowhere", ["nor this"]], {"p": "gold here"}], ids=repr)
+    None, 0, 1, -2.5, float("nan"), True, False, "", " \n\t", [], [[], [None, 3, [True]]],
+    ["", " "], ["found nowhere", ["nor this"]], {"p": "the gold"}], ids=repr)
 def test_worthless_answers_score_exactly_0(answer):
-    task = papers_of({"p": "some gold here. True 1 0 None [] nothing -2.5"}, {"p": ["gold here"]})
+    task = papers_of({"p": "the gold. True 1 0 None [] nothing -2.5"}, {"p": ["the gold"]})
     assert reward(task, answer) == 0.0 and type(reward(task, answer)) is float
-    assert reward(task, "gold here") == 1.0
+    assert reward(task, "the gold") == 1.0
 
 
 def test_the_gold_scores_1_in_any_nesting_and_an_echo_what_is_stated():
@@ -108,16 +109,6 @@ def test_the_gold_scores_1_in_any_nesting_and_an_echo_what_is_stated():
              / sum(map(len, task.context.values())))
         echo = reward(task, list(task.context.values()))
         assert echo == pytest.approx(2 * p / (1 + p)) and echo < 0.5
-
-
-def test_repeating_and_nesting_spans_gains_nothing():
-    task = papers_of({"p": "the gold is here, and the rest is not"}, {"p": ["gold is here"]})
-    once = reward(task, ["gold is", "the rest"])
-    assert 0 < once < 1
-    again = ["gold is", "the rest", "gold is", ["gold is", ["the rest"]]]
-    assert reward(task, again) == once
-    assert reward(task, ["gold is", "gold", "old i", "the rest"]) == once
-    assert reward(task, ["gold is", "is", "the rest"]) < once  # "is" hits "rest is"
 
 
 def test_marking_agrees_with_the_definition_where_occurrences_overlap():
@@ -140,18 +131,11 @@ def test_periodic_text_is_marked_in_linear_time(unit):
     assert sum(mark(text + "!" + text, [span, text])) == 2 * len(text)
 
 
-def test_every_occurrence_is_returned_but_gold_is_only_in_its_own_paper():
-    task = papers_of({"a": "gold. noise. gold.", "b": "gold. other"}, {"a": ["gold."]})
-    assert reward(task, "gold.") == pytest.approx(2 * 10 / (15 + 10))  # twice in a, once in b
-    task = papers_of({"a": "same text", "b": "same text"}, {"a": ["same text"]})
-    assert reward(task, "same text") == pytest.approx(2 / 3)
-
-
 def test_too_many_distinct_strings_score_0():
     words = [f"w{i}." for i in range(MAX_SPANS + 1)]
     task = papers_of({"p": " ".join(words)}, {"p": [" ".join(words)]})
     assert reward(task, words[:MAX_SPANS]) > 0.5
-    assert reward(task, words[:MAX_SPANS] * 3) > 0.5  # the same strings again are no new ones
+    assert reward(task, words[:MAX_SPANS] * 3) > 0.5  # the same ones again
     assert reward(task, words) == 0.0
 
 
@@ -173,112 +157,88 @@ def test_a_child_is_scored_on_the_paper_that_it_was_given():
         assert tasks.part_score(task, part, answer) == score
 
 
-# --- the public rules ----------------------------------------------------------------------
+# --- the public rules ------------------------------------------------------------------
 
-# Worked examples of the public scoring rules: (kind, gold, answer, score), under their source.
-PUBLIC = [
+# (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
+# does not: an answer has to be the answer, in any JSON form that holds nothing else.
+TWO_PAIRS = [["22740", "35839"], ["35839", "52032"]]
+SCORES = [
     # RULER, arXiv 2404.06654, table 2: S-NIAH, MK-NIAH, MV-NIAH, MQ-NIAH
-    ("niah", ["12345"], "12345", 1.0),
-    ("niah", ["12345"], "The special magic number for long-context mentioned in the provided "
-     "text is 12345.", 1.0),
-    ("niah", ["12345"], "54321", 0.0),
-    ("niah", ["12345", "54321"], "12345 54321", 1.0),
-    # RULER, scripts/eval/synthetic/constants.py, string_match_all: sum of (1.0 if r.lower() in
-    # pred.lower()) / len(ref); four of five references are 0.8, as its users report
-    ("niah", ["VARA", "VARB", "VARC", "VARD", "VARE"], "vara, varb, varc and vard", 0.8),
-    # OOLONG, abertsch72/oolong src/eval/eval_helpers.py at 5c8113e and arXiv 2511.02817: exact
-    # match, score(y^) = 0.75 ** |y - y^|; examples as in the tests of Ovid/shesa
+    ("niah", ["12345"], {1: ["12345", 12345, "The special magic number for long-context "
+                             "mentioned in the provided text is 12345."],
+                         0: ["54321", "1" * 512 + "12345"]}),
+    ("niah", ["12345", "54321"], {1: ["12345 54321", [12345, "54321"]]}),
+    # RULER, scripts/eval/synthetic/constants.py, string_match_all: sum of (1.0 if r.lower()
+    # in pred.lower()) / len(ref); four of five references are 0.8, as its users report
+    ("niah", ["VARA", "VARB", "VARC", "VARD", "VARE"], {0.8: ["vara, varb, varc, vard"]}),
+    # OOLONG, abertsch72/oolong src/eval/eval_helpers.py at 5c8113e and arXiv 2511.02817:
+    # exact match, score(y^) = 0.75 ** |y - y^|; examples as in the tests of Ovid/shesa
     # (tests/unit/test_oolong_scoring.py)
-    ("oolong", ("LABEL", "human being"), "Label: human being", 1.0),
-    ("oolong", ("LABEL", "human being"), "Label: description and abstract concept", 0.0),
-    ("oolong", ("COMPARISON", "less common than"), "Answer: less common than", 1.0),
-    ("oolong", ("LABEL", "incorrect"), "Label: incorrect", 1.0),
-    ("oolong", ("NUMERIC", "7"), "Answer: 7", 1.0),
-    ("oolong", ("NUMERIC", "7"), "Answer: 8", 0.75),
-    ("oolong", ("NUMERIC", "7"), "Answer: 5", 0.75 ** 2),
-    ("oolong", ("NUMERIC", "7"), "Answer: **[7]**", 1.0),
-    ("oolong", ("NUMERIC", "7"), "I don't know", 0.0),
-    ("oolong", ("USER", "44106"), "User: 44106", 1.0),
-    ("oolong", ("USER", "44106"), "User: [44106]", 1.0),
-    ("oolong", ("USER", "44106"), "User: 99999", 0.0),
-    ("oolong", ("MONTH_YEAR", "October 2022"), "Answer: October 2022", 1.0),
-    ("oolong", ("DATE", "2023-01-06"), "Date: 01/06/2023", 1.0),
-    ("oolong", ("DATE", "2023-01-06"), "Date: 06/01/2023", 0.0),
+    ("oolong", ("LABEL", "human being"), {
+        1: ["Label: human being"], 0: ["Label: description and abstract concept"]}),
+    ("oolong", ("LABEL", "entity"), {
+        1: ["Label: entity", ["entity"], "'entity'."],
+        0: ["numeric value, location, human being, entity", {"answer": "entity"},
+            "The most common label seems to be entity", [["entity"]]]}),
+    ("oolong", ("NUMERIC", "7"), {
+        1: ["Answer: 7", "Answer: **[7]**", 7], 0.75: ["Answer: 8"], 0.5625: ["Answer: 5"],
+        0: ["I don't know", "6 7 8", "7.0", "about 7", "9" * 10_000, "1" * 15]}),
+    ("oolong", ("NUMERIC", "-7"), {1: [-7]}), ("oolong", ("NUMERIC", "1"), {0: [True]}),
+    ("oolong", ("USER", "44106"), {
+        1: ["User: 44106", "User: [44106]", 44106], 0: ["User: 99999"]}),
+    ("oolong", ("MONTH_YEAR", "October 2022"), {1: ["Answer: October 2022"]}),
+    ("oolong", ("DATE", "2023-01-06"), {
+        1: ["Date: 01/06/2023", "Jan 06, 2023"], 0: ["Date: 06/01/2023"]}),
     # Recursive Language Models, arXiv 2512.24601, appendix B.3: "was the correct answer"
-    ("oolong", ("COMPARISON", "less common than"),
-     "Answer: description and abstract concept is less common than numeric value", 1.0),
-    ("oolong", ("COMPARISON", "more common than"),
-     "Answer: description and abstract concept is less common than numeric value", 0.0),
+    ("oolong", ("COMPARISON", "less common than"), {
+        1: ["Answer: less common than",
+            "Answer: description and abstract concept is less common than numeric value"]}),
+    ("oolong", ("COMPARISON", "more common than"), {
+        0: ["more common than or less common than",
+            "Answer: description and abstract concept is less common than numeric value"]}),
     # OOLONG-Pairs, the same, appendix B.2: "if the answer is the Instance ID pairs (22740,
-    # 35839) and (35839, 52032), you should return '(22740, 35839), (35839, 52032)'. If there is
-    # no answer, return an empty list []"; "We report F1 scores over the answer"
-    ("pairs", [["22740", "35839"], ["35839", "52032"]], "(22740, 35839), (35839, 52032)", 1.0),
-    ("pairs", [["22740", "35839"], ["35839", "52032"]], "(22740, 35839)\n(22740, 52032)", 0.5),
-    ("pairs", [["22740", "35839"], ["35839", "52032"]], "(35839, 22740)", 2 / 3),
-    ("pairs", [], "[]", 1.0),
-    ("pairs", [["22740", "35839"]], "[]", 0.0),
-    # LongBench v2, THUDM/LongBench pred.py, extract_answer: '*' is dropped, then "The correct
-    # answer is (X)" or "The correct answer is X"
-    ("code", "C", "The correct answer is (C).", 1.0),
-    ("code", "C", "The correct answer is C.", 1.0),
-    ("code", "A", "The correct answer is (**A**).", 1.0),
-    ("code", "B", "I think it's option B but I'm unsure.", 0.0),
-    ("code", "B", "No answer here.", 0.0),
-    # SQuAD's and HotpotQA's normalisation, from google-research/text-to-text-transfer-transformer,
-    # t5/evaluation/qa_utils_test.py, test_normalize_squad
-    ("hop", "needs alot of normalization\u2018", "`Needs\tA_LOT of the 'normalization'.\"\u2018",
-     1.0),
+    # 35839) and (35839, 52032), you should return '(22740, 35839), (35839, 52032)'. If
+    # there is no answer, return an empty list []"; "We report F1 scores over the answer"
+    ("pairs", TWO_PAIRS, {1: ["(22740, 35839), (35839, 52032)"], 2 / 3: ["(35839, 22740)"],
+                          0.5: ["(22740, 35839)\n(22740, 52032)"], 0: ["[]"]}),
+    ("pairs", [["1", "2"]], {
+        1: [[[2, 1], ["1", "2"], "(1, 2)"]],
+        0: ["1, 2", [1, 2], [[1, 2, 3]], [[1.0, 2.0]], {"1": "2"}, [[["1", "2"]]]]}),
+    ("pairs", [], {1: ["[]", []], 0: ["", None, "I found none", "(1, 2)"]}),
+    # LongBench v2, THUDM/LongBench pred.py, extract_answer: '*' is dropped, then "The
+    # correct answer is (X)" or "The correct answer is X"
+    ("code", "C", {1: ["The correct answer is (C).", "The correct answer is (**C**)."]}),
+    ("code", "B", {
+        1: ["The correct answer is B.", "B", " (B)\n", "B.",
+            "It calls g.\nThe correct answer is (B)"],
+        0: ["I think it's option B but I'm unsure.", "No answer here.", "A, B, C, D", "AB",
+            "b", "E", ["A", "B"], "The correct answer is (B) or (C)",
+            "The correct answer is A. The correct answer is (B)",
+            "The correct answer is (A) (B) (C) (D)"]}),
+    # SQuAD's and HotpotQA's normalisation: test_normalize_squad in google-research's
+    # text-to-text-transfer-transformer, t5/evaluation/qa_utils_test.py
+    ("hop", "needs alot of normalization\u2018", {
+        1: ["`Needs\tA_LOT of the 'normalization'.\"\u2018"]}),
     # ... and of HotpotQA's "What government position was held by the woman who portrayed
     # Corliss Archer in the film Kiss and Tell?"
-    ("hop", "Chief of Protocol", "the chief of protocol.", 1.0),
-    ("hop", "Chief of Protocol", "Chief of Staff", 0.0),
-    # Evidence as in the published training run: F1 of character overlap; half of the gold and
-    # as much beside it are precision 1/2 and recall 1/2
-    ("evidence", {"p": ["abcd"]}, ["cdef"], 0.5),
-]
-STRICT = [  # where the public parsers guess and ours do not: each scores 0
-    ("oolong", ("LABEL", "entity"), "numeric value, location, human being, entity"),
-    ("oolong", ("LABEL", "entity"), "The most common label seems to be entity"),
-    ("oolong", ("COMPARISON", "more common than"), "more common than or less common than"),
-    ("oolong", ("NUMERIC", "7"), "6 7 8"), ("oolong", ("NUMERIC", "7"), "7.0"),
-    ("oolong", ("NUMERIC", "7"), "about 7"), ("oolong", ("NUMERIC", "7"), "9" * 10_000),
-    ("oolong", ("NUMERIC", "7"), "1" * 15), ("oolong", ("NUMERIC", "1"), True),
-    ("oolong", ("LABEL", "entity"), {"answer": "entity"}),
-    ("oolong", ("LABEL", "entity"), [["entity"]]),
-    ("pairs", [["1", "2"]], "1, 2"), ("pairs", [["1", "2"]], [1, 2]),
-    ("pairs", [["1", "2"]], [[1, 2, 3]]), ("pairs", [["1", "2"]], [[1.0, 2.0]]),
-    ("pairs", [["1", "2"]], {"1": "2"}), ("pairs", [["1", "2"]], [[["1", "2"]]]),
-    ("pairs", [], ""), ("pairs", [], None), ("pairs", [], "I found none"),
-    ("pairs", [], "(1, 2)"),
-    ("code", "B", "A, B, C, D"), ("code", "B", "AB"), ("code", "B", "b"), ("code", "B", "E"),
-    ("code", "B", ["A", "B"]), ("code", "B", "The correct answer is (B) or (C)"),
-    ("code", "B", "The correct answer is A. The correct answer is (B)"),
-    ("code", "B", "The correct answer is (A) (B) (C) (D)"),
-    ("hop", "Tofar", "Tofar or Belrun"), ("hop", "Tofar", ["Tofar", "Belrun"]),
-    ("hop", "the", "a"), ("hop", "Tofar", "the city of Tofar"),
-    ("niah", ["12345"], "1" * 512 + "12345"),
-]
-LENIENT = [  # any JSON form that holds nothing but the answer: each scores 1
-    ("oolong", ("NUMERIC", "7"), 7), ("oolong", ("NUMERIC", "-7"), -7),
-    ("oolong", ("LABEL", "entity"), ["entity"]), ("oolong", ("LABEL", "entity"), "'entity'."),
-    ("oolong", ("USER", "44106"), 44106), ("oolong", ("DATE", "2023-01-06"), "Jan 06, 2023"),
-    ("pairs", [["1", "2"]], [[2, 1], ["1", "2"], "(1, 2)"]), ("pairs", [], []),
-    ("code", "B", "B"), ("code", "B", " (B)\n"), ("code", "B", "B."),
-    ("code", "B", "It calls g.\nThe correct answer is (B)"),
-    ("niah", ["12345"], 12345), ("niah", ["1", "2"], [1, "2"]),
-    ("hop", "Tofar", ["Tofar"]), ("hop", "1984", 1984),
+    ("hop", "Chief of Protocol", {1: ["the chief of protocol."], 0: ["Chief of Staff"]}),
+    ("hop", "Tofar", {1: [["Tofar"]],
+                      0: ["Tofar or Belrun", ["Tofar", "Belrun"], "the city of Tofar"]}),
+    ("hop", "1984", {1: [1984]}), ("hop", "the", {0: ["a"]}),
+    # Evidence as in the published training run: F1 of character overlap; half of the gold
+    # and as much beside it are precision 1/2 and recall 1/2
+    ("evidence", {"p": ["abcd"]}, {0.5: [["cdef"]]}),
 ]
 
 
-@pytest.mark.parametrize("kind, gold, answer, score", [
-    *PUBLIC, *((*case, 0.0) for case in STRICT), *((*case, 1.0) for case in LENIENT),
-], ids=lambda value: str(value)[:30])
-def test_the_score_of_an_answer(kind, gold, answer, score):
+@pytest.mark.parametrize("kind, gold, answers", SCORES, ids=lambda value: str(value)[:30])
+def test_the_score_of_an_answer(kind, gold, answers):
     if kind == "oolong":
         gold = dict(zip(("type", "value"), gold))
-    context = {"p": "abcdef"} if kind == "evidence" else "text"
-    task = Task("t", kind, "q", context, gold)
-    assert reward(task, answer) == pytest.approx(score, abs=1e-12)
+    task = Task("t", kind, "q", {"p": "abcdef"} if kind == "evidence" else "text", gold)
+    for score, given in answers.items():
+        for answer in given:
+            assert reward(task, answer) == pytest.approx(score, abs=1e-12), answer
 
 
 WORTHLESS = [
@@ -312,7 +272,7 @@ def test_no_constant_answer_pays(kind):
     """Any one answer to all questions of a kind: a letter is right in a quarter of them."""
     questions = made(kind, 12)
     constants = ["The", "A", "e", " of ", "0", "1", "Answer: 1", "[]", [], [[]], LABELS[0],
-                 "Answer: more common than", "January 2023", *map(list, combinations("ABCD", 2)),
+                 "Answer: more common than", "January 2023", ["A", "B"], ["C", "D"],
                  *(task.answer for task in questions[:2])]
     for answer in constants:
         assert sum(reward(task, answer) for task in questions[2:]) / 10 <= 0.6, answer
@@ -327,7 +287,7 @@ def test_all_pairs_of_users_score_2p_over_1_plus_p_and_at_most_two_thirds():
         assert reward(task, "\n".join(f"({b}, {a})" for a, b in task.answer)) == 1.0
 
 
-# --- lengths and seeds ---------------------------------------------------------------------
+# --- lengths and seeds -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SIZED)
@@ -336,17 +296,17 @@ def test_the_context_has_the_tokens_asked_for(kind):
         for task in made(kind, 3, tokens):
             parts = task.context if isinstance(task.context, str) else task.context.values()
             assert 0.9 * tokens <= len("".join(parts)) / 4 <= 1.1 * tokens
-            if kind != "evidence" or tokens > 3_000:  # as a model without a REPL is given it
+            if kind != "evidence" or tokens > 3_000:  # as a model without a REPL gets it
                 assert 0.9 * tokens <= len(as_text(task.context)) / 4 <= 1.15 * tokens
     usual = tasks.load(kind).TOKENS
     if kind != "evidence":
         assert make(kind, random.Random(3)) == make(kind, random.Random(3), usual)
     for tokens in (-1, 0, 1, 1_999, (100_000 if kind == "pairs" else 10_000_000) + 1):
-        with pytest.raises(ValueError, match="has 2,000 to 10+,000(,000)? tokens here, not"):
+        with pytest.raises(ValueError, match="has 2,000 to 10+,000(,000)? tokens here"):
             make(kind, random.Random(0), tokens=tokens)
 
 
-QUESTIONS = {  # digests of the first questions: a seed names a question, here and in every run
+QUESTIONS = {  # digests of the first questions: a seed names a question, in every run
     "evidence": "8894e7e143b86c38",
     "deep": "f4c9eac93f50e663",
     "niah": "f2fc580ff78ad6fb",
@@ -371,16 +331,17 @@ def digest(kind):
 def test_questions_are_what_they_were(kind):
     assert digest(kind) == QUESTIONS[kind]
     some = made(kind, 20)
-    assert len({task.id for task in some}) == len({str(task.context) for task in some}) == 20
+    assert len({t.id for t in some}) == len({str(t.context) for t in some}) == 20
     assert some == made(kind, 20)
 
 
-# --- the answers, found again the slow way -------------------------------------------------
+# --- the answers, found again the slow way ---------------------------------------------
 
 
 @pytest.mark.parametrize("heldout", [False, True])
 def test_gold_is_exactly_the_sentences_that_contain_the_term(heldout):
-    cases = [(seed, None, 12) for seed in range(20)] + [(1, 4 * evidence.TOKENS, 48)]
+    cases = [(seed, None, 12) for seed in range(20)]
+    cases += [(1, 4 * evidence.TOKENS, 48), (2, 400_000, 2737)]  # the last: above MANY
     for seed, tokens, papers in cases:
         task = make("evidence", random.Random(seed), tokens, heldout)
         term = word_of(task)
@@ -392,6 +353,7 @@ def test_gold_is_exactly_the_sentences_that_contain_the_term(heldout):
             found = [s for s in re.split(r"(?<=\.) ", body) if term in s]
             assert sorted(found) == sorted(task.answer.get(paper, []))
             assert text.count(term) == len(found)  # not in title or abstract either
+        assert reward(task, list(task.answer.values())) == 1.0
 
 
 def test_training_and_held_out_terms_are_disjoint():
@@ -402,15 +364,6 @@ def test_training_and_held_out_terms_are_disjoint():
     for seed in range(20):  # all their papers, not only the question
         task = make("evidence", random.Random(seed), heldout=True)
         assert not set(re.findall(r"\w{3}-\w{3}", str(task))) & train
-
-
-def test_evidence_of_very_many_papers_has_its_term_nowhere_else():
-    task = make("evidence", random.Random(2), tokens=400_000, heldout=True)
-    assert len(task.context) > evidence.MANY and 2 <= len(task.answer) <= 4
-    term = word_of(task)
-    assert sum(text.count(term) for text in task.context.values()) == sum(
-        map(len, task.answer.values()))
-    assert reward(task, list(task.answer.values())) == 1.0
 
 
 def test_the_needle_occurs_once_and_not_where_an_echo_would_show_it():
@@ -425,8 +378,8 @@ def test_the_needle_occurs_once_and_not_where_an_echo_would_show_it():
 
 
 MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
-MONTH_NAMES = ("January February March April May June July August September October November "
-               "December").split()
+MONTH_NAMES = ("January February March April May June July August September October "
+               "November December").split()
 
 
 def slow_day(text):
@@ -434,7 +387,8 @@ def slow_day(text):
 
 
 def read_lines(task):
-    """[(year, month, day), user, label] of each line, labelled by how its question begins."""
+    """[(year, month, day), user, label] of each line, labelled by how its question
+    begins."""
     rows = []
     for line in task.context.split("\n\n", 1)[1].splitlines():
         day, user, question = re.fullmatch(
@@ -504,8 +458,9 @@ def test_pairs_are_those_that_fit_the_rule():
             return all(d > dated[2] if dated[1] == "after" else d < dated[2] for d in days)
 
         users = sorted({r[1] for r in rows})
+        one, other = ([u for u in users if fits(u, rule)] for rule in (first, second))
         wanted = [[a, b] for a, b in combinations(users, 2)
-                  if fits(a, first) and fits(b, second) or fits(b, first) and fits(a, second)]
+                  if a in one and b in other or b in one and a in other]
         assert task.answer == wanted and wanted
         assert len(wanted) <= len(users) * (len(users) - 1) / 4
         assert reward(task, wanted) == 1.0
@@ -515,12 +470,13 @@ def test_pairs_are_those_that_fit_the_rule():
 @pytest.mark.parametrize("rule, wanted", [
     ("where both users have at least one instance with numeric value or location",
      ([["at least", 1, ["numeric value", "location"]]],) * 2 + ([],)),
-    ("where both users have at least one instance with entity or location, and all instances "
-     "that are location for both users must be after Apr 10, 2023",
-     ([["at least", 1, ["entity", "location"]]],) * 2 + (["location", "after", "2023-04-10"],)),
-    ("such that one user has at least two instances with location and at least one instance "
-     "with entity, and the other user has exactly one instance with description and abstract "
-     "concept and exactly one instance with abbreviation",
+    ("where both users have at least one instance with entity or location, and all "
+     "instances that are location for both users must be after Apr 10, 2023",
+     ([["at least", 1, ["entity", "location"]]],) * 2
+     + (["location", "after", "2023-04-10"],)),
+    ("such that one user has at least two instances with location and at least one "
+     "instance with entity, and the other user has exactly one instance with description "
+     "and abstract concept and exactly one instance with abbreviation",
      ([["at least", 2, ["location"]], ["at least", 1, ["entity"]]],
       [["exactly", 1, ["description and abstract concept"]],
        ["exactly", 1, ["abbreviation"]]], [])),
@@ -556,13 +512,17 @@ def test_the_hops_lead_to_one_city_and_no_document_holds_two_of_them():
         teacher = re.search(r"studied with (\w+ \w+)\.", start[0])[1]
         middle = [t for t in texts if t.startswith(f"{teacher} was a ")]
         institute = re.search(r"directed the (\w+) Institute", middle[0])[1]
-        end = [t for t in texts if f"The {institute} Institute stands in {task.answer}." in t]
+        stands = f"The {institute} Institute stands in {task.answer}."
+        end = [t for t in texts if stands in t]
         assert len(middle) == len(end) == 1 and start[0] not in (middle[0], end[0])
         assert task.answer not in start[0] and town not in end[0]
         assert task.answer not in task.query and teacher not in task.query
 
 
-# --- the scripts, through the real REPL ----------------------------------------------------
+# --- the scripts, through the real REPL ------------------------------------------------
+
+
+ASKED = Turn("user", "What does f add? Label. Which teacher?")  # what a child may be asked
 
 
 @pytest.mark.parametrize("kind", SIZED)
@@ -578,22 +538,20 @@ def test_the_oracle_scores_1_with_a_short_transcript(kind):
 
 @pytest.mark.skipif(not QWEN.exists(), reason="needs the vocabulary of Qwen3")
 def test_a_message_of_a_script_fits_into_a_turn_of_qwen():
-    tokenizer = Tokenizer.from_pretrained(QWEN)
+    encode = Tokenizer.from_pretrained(QWEN).encode
+    child = Node(path=(0,), turns=[ASKED])
     for kind in SIZED:
-        for task in made(kind, 8, 40_000):
-            root = play(task, tasks.oracle, tokenizer)  # a longer message would be cut
-            assert reward(task, root.answer) == 1.0
-            sizes = [len(t.ids) for n in root.walk() for t in n.turns if t.role == "assistant"]
-            sizes.append(len(tokenizer.encode(tasks.keyword(task, Node()))))
-            assert max(sizes) < 1024 == RLMConfig().turn_tokens
+        for task in made(kind, 20):
+            for message in (tasks.oracle(task, Node()), tasks.oracle(task, child),
+                            tasks.keyword(task, Node())):
+                assert len(encode(message)) + 1 < RLMConfig().turn_tokens == 1024
 
 
 @pytest.mark.parametrize("kind", SIZED)
 def test_the_oracle_looks_neither_at_the_gold_nor_at_the_context(kind):
     task, = made(kind)
     blind = replace(task, answer=None, context=None)
-    child = Node(path=(0,), turns=[Turn("user", "What does f add? Label. Which teacher?")])
-    for node in (Node(), child):
+    for node in (Node(), Node(path=(0,), turns=[ASKED])):
         assert tasks.oracle(task, node) == tasks.oracle(blind, node)
 
 
@@ -642,8 +600,8 @@ def test_the_right_demonstration_scores_1(root, child, score, monkeypatch):
     monkeypatch.setattr(evidence, "CHILD_SCRIPTS", {child: 1})
     monkeypatch.setattr(evidence, "LOOK_FIRST", 0)
     for task in made("evidence", 2):
-        tree = play(task, lambda task, node: tasks.demonstrate(task, node, random.Random(0)))
-        assert reward(task, tree.answer) == score
+        root = play(task, lambda *args: tasks.demonstrate(*args, random.Random(0)))
+        assert reward(task, root.answer) == score
 
 
 def test_a_node_keeps_its_script_and_looks_at_most_once():
@@ -659,7 +617,7 @@ def test_a_node_keeps_its_script_and_looks_at_most_once():
     assert 20 < looked < 80
 
 
-# --- deep: what one level can reach, and two -----------------------------------------------
+# --- deep: what one level can reach, and two -------------------------------------------
 
 
 def test_a_deep_question_asks_for_one_word_of_every_paragraph():
@@ -667,9 +625,10 @@ def test_a_deep_question_asks_for_one_word_of_every_paragraph():
     for task in made("deep", 50):
         words = [p.split() for paper in task.context for section in paper for p in section]
         assert len(words) == 8 and all(len(w) == 20 for w in words)
-        assert len({w for part in words for w in part}) == 160  # counting them tells nothing
-        known = [[deep.DICTIONARY[w] for w in part if w in deep.DICTIONARY] for part in words]
-        assert known == [[meaning] for meaning in task.answer]
+        assert len({w for part in words for w in part}) == 160  # to count tells nothing
+        known = [[w for w in part if w in deep.DICTIONARY] for part in words]
+        assert [[deep.DICTIONARY[w] for w in part] for part in known] == [
+            [meaning] for meaning in task.answer]
         assert not set(task.answer) & set(str(task.context).split())
 
 
@@ -684,8 +643,8 @@ def tiny(tmp_path_factory):
 
 
 def deep_score(tokenizer, config, names):
-    """The mean score where a node with a REPL at depth d follows names[d] and completions read
-    without a mistake; and the trees."""
+    """The mean score where a node with a REPL at depth d follows names[d] and completions
+    read without a mistake; and the trees."""
     questions = made("deep", 4)
 
     async def policy(node, max_tokens, key):
@@ -706,7 +665,8 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all(tiny):
     one = {names: deep_score(tokenizer, replace(config, max_depth=1), names)[0]
            for names in product(deep.NODE_SCRIPTS, repeat=2)}
     assert max(one.values()) == pytest.approx(2 / 3)  # precision 1, recall 1/2
-    assert [n for n, s in one.items() if s > 0.6] == [("each", "firsts"), ("firsts", "each")]
+    best = [names for names, score in one.items() if score > 0.6]
+    assert best == [("each", "firsts"), ("firsts", "each")]
     assert one["each", "each"] == 0.0  # a section is refused: it fits into no window
     two, trees = deep_score(tokenizer, config, ("each",) * 3)
     assert two == 1.0
@@ -733,5 +693,6 @@ def test_no_limit_of_a_deep_tree_leaves_room_for_more(tiny):
 
 @pytest.mark.slow
 def test_the_ceiling_at_10_million_tokens():
-    """Score, transcript, memory and time of every kind; it exits with an error otherwise."""
+    """Score, transcript, memory and time of every kind; it exits with an error
+    otherwise."""
     subprocess.run([sys.executable, "-m", "lab.ceiling"], cwd=ROOT, check=True)

@@ -1,4 +1,5 @@
-"""The interface of a task, ours or from a file; rows of a file; what the REPL's tools return."""
+"""The interface of a task, ours or from a file; rows of a file; what the REPL's tools
+return."""
 import json
 import random
 import re
@@ -20,7 +21,7 @@ PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
 READ = tuple(name for name in NAMES if name != "deep")
 
 
-# --- the list of kinds ---------------------------------------------------------------------
+# --- the list of kinds -----------------------------------------------------------------
 
 
 def test_the_list_names_the_files_and_a_kind_is_imported_when_it_is_used():
@@ -43,7 +44,8 @@ def test_each_kind_has_tools_and_all_but_deep_have_advice(kind):
 
 def test_a_free_question_has_tools_and_neither_advice_nor_scores():
     task = Task("t", "question", "q", "context")
-    assert tasks.strategy("question") == "" and tasks.part_score(task, "context", "x") is None
+    assert tasks.strategy("question") == ""
+    assert tasks.part_score(task, "context", "x") is None
     with pytest.raises(ValueError, match="question"):
         reward(task, "x")
 
@@ -66,7 +68,7 @@ def test_what_a_kind_lacks_is_named():
         tasks.make("deep", random.Random(0), tokens=2_000)
 
 
-# --- a task from somebody's file -----------------------------------------------------------
+# --- a task from somebody's file -------------------------------------------------------
 
 LETTERS = '''
 import math, re
@@ -113,7 +115,8 @@ def test_a_file_is_a_task_like_ours(letters, tmp_path):
     path = letters()
     module = tasks.load(path)
     task = tasks.make(path, random.Random(5))
-    assert task == tasks.make(task.kind, random.Random(5)) and tasks.load(task.kind) is module
+    assert task == tasks.make(task.kind, random.Random(5))
+    assert tasks.load(task.kind) is module
     assert task.kind == Path(path).stem and task.id.startswith(f"{task.kind}-")
     assert reward(task, 7) == 1.0 and reward(task, 8) == 0.0
     assert tasks.part_score(task, task.context, 7) is None
@@ -127,7 +130,8 @@ def test_a_file_is_a_task_like_ours(letters, tmp_path):
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "text": "t", "gold": 1}\n{"question": "q"}\n')
-    with pytest.raises(ValueError, match=rf"^{rows} line 2: .*{path} line \d+ in read.*'text'"):
+    wrong = rf"^{rows} line 2: .*{path} line \d+ in read.*'text'"
+    with pytest.raises(ValueError, match=wrong):
         read(rows, path)
 
 
@@ -136,6 +140,7 @@ def test_a_file_is_a_task_like_ours(letters, tmp_path):
     ("def make(", "make = 3\ndef made(", "no function make"),
     ("def score(", "async def score(", "score is async"),
     ("import math, re", "import maths", "line 2.*maths"),
+    ("TOOLS = (count,)", "TOOLS = 'count'", "TOOLS is not a tuple of functions"),
 ])
 def test_a_file_that_is_no_task_is_refused_when_it_is_loaded(letters, old, new, message):
     path = letters(old, new)
@@ -151,7 +156,7 @@ def test_a_file_that_is_no_task_is_refused_when_it_is_loaded(letters, old, new, 
     ("float(answer == task.answer)", "1.5", "line 20: score returned 1.5; .* in .0, 1"),
     ("float(answer == task.answer)", "float('nan')", "score returned nan"),
     ("float(answer == task.answer)", "None", "score returned None"),
-    ("float(answer == task.answer)", "1 / (answer - 7)", "line 21 in score: ZeroDivisionError"),
+    ("float(answer == task.answer)", "1 / (answer - 7)", "line 21 in score: ZeroDiv"),
     ('"```repl\\nFINAL(count(context))\\n```"', "None", "oracle returned None"),
 ])
 def test_a_mistake_in_a_file_is_one_line_that_names_it(letters, old, new, message):
@@ -177,7 +182,7 @@ def test_two_tasks_of_one_name_are_refused(letters, tmp_path):
         tasks.load(str(tmp_path / "none.py"))
 
 
-# --- the tools in the REPL -----------------------------------------------------------------
+# --- the tools in the REPL -------------------------------------------------------------
 
 
 def random_text(rng):
@@ -216,7 +221,7 @@ def test_a_window_of_0_gives_exactly_the_sentences_with_the_word():
 
 @pytest.mark.parametrize("window", [0, 1, 7, 30, 10_000])
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_passages_are_whole_sentences_in_order_joined_where_they_overlap(window, bidirectional):
+def test_passages_are_whole_sentences_in_order_and_joined(window, bidirectional):
     rng = random.Random(window)
     for _ in range(300):
         text, at = random_text(rng), 0
@@ -235,31 +240,23 @@ def test_passages_are_whole_sentences_in_order_joined_where_they_overlap(window,
             assert covered >= text.lower().count("tide")
 
 
-def test_the_window_reaches_to_both_sides_or_only_forward():
-    text = "One one. Two two. Three WORD three. Four four. Five five."
-    at, end = text.index("WORD"), text.index("WORD") + 4
-    assert search(text, "WoRd", 0) == ["Three WORD three."]
-    back, forward = at - text.index("two."), text.index("four.") - end + 1
-    assert search(text, "word", forward, bidirectional=False) == [
-        "Three WORD three. Four four."]
-    assert search(text, "word", back) == ["Two two. Three WORD three. Four four."]
-    assert search(text, "word") == search(text, "word", 300) == [text]
+FIVE = "One one. Two two. Three WORD three. Four four. Five five."
+TIDES = "A tide came. A tide went. Quiet now. A tide came."
 
 
-def test_neighbouring_passages_stay_apart_and_overlapping_ones_are_joined():
-    text = "A tide came. A tide went. Quiet now. A tide came."
-    assert search(text, "tide", 0) == ["A tide came.", "A tide went.", "A tide came."]
-    assert search(text, "tide", 3) == ["A tide came. A tide went.", "Quiet now. A tide came."]
-    assert search(text, "tide", 12) == [text]
-
-
-def test_a_search_for_nothing_or_in_nothing_finds_nothing():
-    assert search("Some text.", "") == search("", "word") == search("", "") == []
-    assert search("Some text.", "absent") == []
-
-
-def test_letters_that_change_length_in_lower_case_do_not_shift_passages():
-    assert search("İİİİ. The tide. İİ.", "tide", 0) == ["The tide."]
+@pytest.mark.parametrize("text, asked, passages", [
+    (FIVE, ("WoRd", 0), ["Three WORD three."]), (FIVE, ("word",), [FIVE]),
+    (FIVE, ("word", 18, False), ["Three WORD three. Four four."]),
+    (FIVE, ("word", 11), ["Two two. Three WORD three. Four four."]),
+    (TIDES, ("tide", 0), ["A tide came.", "A tide went.", "A tide came."]),
+    (TIDES, ("tide", 3), ["A tide came. A tide went.", "Quiet now. A tide came."]),
+    (TIDES, ("tide", 12), [TIDES]),
+    (TIDES, ("absent",), []), (TIDES, ("",), []), ("", ("word",), []), ("", ("",), []),
+    # letters that change length in lower case do not shift passages
+    ("İİİİ. The tide. İİ.", ("tide", 0), ["The tide."]),
+])
+def test_what_a_search_finds(text, asked, passages):
+    assert search(text, *asked) == passages
 
 
 def test_the_other_tools_read_the_layout_of_a_paper():
@@ -269,7 +266,8 @@ def test_the_other_tools_read_the_layout_of_a_paper():
     assert get_paper_abstract({"x": "no such mark"}, "x") == ""
     assert extract_section("a (b) c (d) e", "(", ")") == "(b)"
     assert extract_section("|one|two|", "|", "|") == "|one|"
-    assert extract_section("no start)", "(", ")") == extract_section("(no end", "(", ")") == ""
+    for text in ("no start)", "(no end"):
+        assert extract_section(text, "(", ")") == ""
 
 
 def test_the_tools_work_from_their_source_alone():
@@ -282,7 +280,7 @@ def test_the_tools_work_from_their_source_alone():
     assert "ast" not in space and source((search,)).startswith("import bisect\nimport re\n")
 
 
-# --- questions from a file -----------------------------------------------------------------
+# --- questions from a file -------------------------------------------------------------
 
 
 def test_the_published_schema_of_evidence_is_read():
@@ -293,8 +291,8 @@ def test_the_published_schema_of_evidence_is_read():
         assert (task.kind, task.query) == ("evidence", row["question"])
         assert list(task.context) == [p["paperId"] for p in row["papers"]]
         for p in row["papers"]:
-            assert task.context[p["paperId"]] == (
-                f"### PAPER: {p['title']}\n<abstract>{p['abstract']}</abstract>\n{p['text']}")
+            head = f"### PAPER: {p['title']}\n<abstract>{p['abstract']}</abstract>\n"
+            assert task.context[p["paperId"]] == head + p["text"]
         assert task.answer == {e["paperId"]: [s["text"] for s in e["selections"]]
                                for e in row["evidence"]}
         assert 3 <= len(row["papers"]) <= 5 and task.answer
@@ -307,15 +305,15 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
                  {"p": "### PAPER: T\n<abstract>A</abstract>\nSome text. More."},
                  {"p": ["Some text."]}),
     # a data point of RULER as in Moenupa/VTCBench data/README.md
-    "niah": ({"index": 2169, "input": "A special magic number is hidden within the following "
-              "text.\nSome text.\nWhat is the special magic number for jittery-hospital "
-              "mentioned in the provided text?", "outputs": ["5437923"], "length": 8177},
-             "What is the special magic number for jittery-hospital mentioned in the provided "
-             "text?", "A special magic number is hidden within the following text.\nSome text.",
-             ["5437923"]),
-    "oolong": ({"id": 810080042, "context_window_text": "Date: Sep 06, 2023 || User: 14512 || "
-                "Instance: What is a tonne ?", "question": "Which?", "answer": "['incorrect']",
-                "answer_type": "ANSWER_TYPE.LABEL", "task": "TASK_TYPE.MOST_FREQ"}, "Which?",
+    "niah": ({"index": 2169, "input": "A special magic number is hidden within the "
+              "following text.\nSome text.\nWhat is the special magic number for "
+              "jittery-hospital mentioned in the provided text?", "outputs": ["5437923"]},
+             "What is the special magic number for jittery-hospital mentioned in the "
+             "provided text?", "A special magic number is hidden within the following "
+             "text.\nSome text.", ["5437923"]),
+    "oolong": ({"id": 810080042, "context_window_text": "Date: Sep 06, 2023 || User: 14512 "
+                "|| Instance: What is a tonne ?", "question": "Which?", "answer":
+                "['incorrect']", "answer_type": "ANSWER_TYPE.LABEL"}, "Which?",
                "Date: Sep 06, 2023 || User: 14512 || Instance: What is a tonne ?",
                {"type": "LABEL", "value": "incorrect"}),
     "pairs": ({"question": "Which pairs?", "context_window_text": "text",
@@ -348,7 +346,7 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     assert tasks.keyword(task, Node())
     right = {"oolong": "incorrect", "evidence": ["Some text."]}.get(kind, gold)
     assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
-    with pytest.raises(ValueError, match="row-1: the oracle knows generated questions only"):
+    with pytest.raises(ValueError, match="row-1: the oracle knows generated questions"):
         tasks.oracle(task, Node())
 
 
@@ -377,7 +375,8 @@ def papers(**changes):
     ("evidence", {"papers": ...}, "papers"), ("evidence", {"papers": {"p": "x"}}, "papers"),
     ("evidence", papers(text=...), "text"), ("evidence", papers(text=None), "text"),
     ("evidence", papers(paperId=4), "paperId"), ("evidence", {"papers": ["x"]}, "paperId"),
-    ("evidence", {"papers": []}, "papers"), ("evidence", {"papers": [PAPER] * 2}, "paperId"),
+    ("evidence", {"papers": []}, "papers"),
+    ("evidence", {"papers": [PAPER] * 2}, "paperId"),
     ("evidence", papers(title="", abstract=" ", text="\n"), "papers"),
     ("evidence", {"evidence": ...}, "evidence"), ("evidence", {"evidence": []}, "evidence"),
     ("evidence", selections(), "evidence"), ("evidence", {"evidence": "text"}, "evidence"),
@@ -407,7 +406,8 @@ def papers(**changes):
     ("code", {"answer": "AB"}, "answer"), ("code", {"context": ""}, "context"),
     ("code", {"question": None}, "question"),
     ("hop", {"query": ...}, "query"), ("hop", {"answer": ""}, "answer"),
-    ("hop", {"negative_docs": ...}, "negative_docs"), ("hop", {"gold_docs": ["9"]}, "docid"),
+    ("hop", {"negative_docs": ...}, "negative_docs"),
+    ("hop", {"gold_docs": ["9"]}, "docid"),
     ("hop", {"gold_docs": [{"docid": 9, "text": "x"}]}, "docid"),
     ("hop", {"gold_docs": [{"docid": "9", "text": ""}]}, "text"),
     ("hop", {"gold_docs": [], "evidence_docs": [], "negative_docs": []}, "gold_docs"),
@@ -429,7 +429,8 @@ def test_a_bad_row_is_one_line_that_names_line_and_field(tmp_path, kind, changes
 def test_a_line_that_is_no_row_is_named(tmp_path, kind, line):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(line)
-    with pytest.raises(ValueError, match="rows.jsonl line 1: (not JSON|lacks field)") as error:
+    wrong = "rows.jsonl line 1: (not JSON|lacks field)"
+    with pytest.raises(ValueError, match=wrong) as error:
         read(path, kind)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
