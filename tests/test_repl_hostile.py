@@ -69,6 +69,15 @@ def case(name, code, expect, mode="both", then="prints 3 ", context="c", soak=No
     return Case(name, code, expect, mode, then, context, most, soak)
 
 
+def ns(name, code, expect, **options):
+    return case(name, code, expect, mode="ns", **options)
+
+
+def wild(name, code, expect, **options):
+    """What the block after it meets is left open."""
+    return case(name, code, expect, then="any", **options)
+
+
 def forged(name, code):
     return case(name, code + LOOP, "protocol", seconds=5)
 
@@ -131,24 +140,24 @@ TIME = [
     case("stop-oneself", "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)", "timeout",
          soak=True),
     case("loop-in-a-child", "if os.fork() == 0:\n  while True: pass\nos.wait()", "timeout"),
-    case("timer-raises",
+    wild("timer-raises",
          "def f(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGALRM, f)\n"
-         + TIMER + "time.sleep(9)", "error KeyboardInterrupt | crash", then="any"),
-    case("profile-raises", "sys.setprofile(lambda *a: 1 / 0)",
-         "error ZeroDivision | prints", then="any"),
+         + TIMER + "time.sleep(9)", "error KeyboardInterrupt | crash"),
+    wild("profile-raises", "sys.setprofile(lambda *a: 1 / 0)",
+         "error ZeroDivision | prints"),
     case("cpu", "os.fork()" + LOOP, "crash | timeout", seconds=10, cpu_seconds=1,
          soak=False),
 ]
 
 MEMORY = [
     case("list-of-10-gb", "x = [0] * (10 << 27)", "error MemoryError"),
-    case("slow-growth", "x = []\nwhile True: x.append(' ' * 1000)",
-         "error MemoryError | crash", then="any", soak=False, seconds=120),
+    wild("slow-growth", "x = []\nwhile True: x.append(' ' * 1000)",
+         "error MemoryError | crash", soak=False, seconds=120),
     case("growth-swallows", "x = []\nwhile True:\n  try: x.append(bytearray(1 << 20))\n"
          "  except BaseException: pass", "timeout"),
     case("giant-integer", "x = 1 << (1 << 40)", "error MemoryError | error OverflowError"),
     case("digits", "int('9' * 10 ** 6)", "error ValueError"),
-    case("spread", SPREAD + "FINAL(x)", "timeout | error MemoryError | crash", then="any"),
+    wild("spread", SPREAD + "FINAL(x)", "timeout | error MemoryError | crash"),
     case("mmap", "import mmap; mmap.mmap(-1, 10 << 30)", "error Error"),
     case("print-forever", "while True: print('x' * 10 ** 4)", "timeout"),
     case("print-100-mb", "print('x' * 10 ** 8)",
@@ -160,96 +169,87 @@ MEMORY = [
     case("sparse-file", "open('f', 'w').truncate(1 << 40)", "error OSError"),
     case("memfd", "f = os.memfd_create('f')\nwhile True: os.write(f, bytes(1 << 20))",
          "error OSError"),
-    case("fill-the-disk", "for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))",
-         "error OSError", mode="ns"),
-    case("fill-shared-memory",
-         f"for i in range(64): open(f'/dev/shm/{MARK}{{i}}', 'wb').write("
-         "bytes(1 << 20))", "error Error", mode="ns"),
+    ns("fill-the-disk", "for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))",
+       "error OSError"),
+    ns("fill-shared-memory",
+       f"for i in range(64): open(f'/dev/shm/{MARK}{{i}}', 'wb').write("
+       "bytes(1 << 20))", "error Error"),
     case("many-files", "for i in itertools.count(): open(str(i), 'w')",
          "timeout | error OSError"),
-    case("deep-directories", "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
-         "prints | error OSError", then="any", soak=False),
+    wild("deep-directories", "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
+         "prints | error OSError", soak=False),
     case("locked-directory", "os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)", "prints"),
     case("odd-file-names", "open(b'\\xff\\n', 'w'); os.symlink('/', 'l'); os.mkfifo('p')",
          "prints"),
     case("open-files", "x = []\nwhile True: x.append(open('/dev/null'))",
          "error Too many open"),
-    case("raise-the-limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-         "error ValueError | error PermissionError", mode="ns"),
+    ns("raise-the-limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+       "error ValueError | error PermissionError"),
 ]
 
 PROCESSES = [
     case("exit", "os._exit(3)", "crash with exit code 3"),
     case("real-time-signal", "os.kill(os.getpid(), 40); time.sleep(9)",
          "crash by signal 40", mode="off"),
-    case("forks",
-         "if (pid := os.fork()) == 0:\n"
+    case("forks", "if (pid := os.fork()) == 0:\n"
          "  try: FINAL(1)\n  except RuntimeError: os._exit(7)\n"
          "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
          "if (pid := os.fork()) != 0: os.waitpid(pid, 0); print('parent')",
          "prints 7\nparent"),
-    case("fork-bomb", "while True: os.fork()", "timeout | error BlockingIOError | crash",
-         mode="ns", then="any"),
-    case("fork-bomb-swallows", "while True:\n  try: os.fork()\n  except OSError: pass",
-         "timeout", mode="ns"),
-    case("fork-bomb-new-sessions", "while True:\n  try:\n    if os.fork(): os.setsid()\n"
-         "  except OSError: pass", "timeout", mode="ns"),
-    case("thread-bomb",
-         "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
-         "error RuntimeError | error MemoryError", mode="ns", then="any"),
-    case("process-bomb", "x = [subprocess.Popen(['sleep', '60']) for _ in range(99)]",
-         "error BlockingIOError | error FileNotFoundError | error MemoryError", mode="ns",
-         soak=False),
+    ns("fork-bomb", "while True: os.fork()", "timeout | error BlockingIOError | crash",
+       then="any"),
+    ns("fork-bomb-swallows", "while True:\n  try: os.fork()\n  except OSError: pass",
+       "timeout"),
+    ns("fork-bomb-new-sessions", "while True:\n  try:\n    if os.fork(): os.setsid()\n"
+       "  except OSError: pass", "timeout"),
+    ns("thread-bomb", "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+       "error RuntimeError | error MemoryError", then="any"),
+    ns("process-bomb", "x = [subprocess.Popen(['sleep', '60']) for _ in range(99)]",
+       "error BlockingIOError | error FileNotFoundError | error MemoryError", soak=False),
     case("grandchild", GRANDCHILD, "prints left"),
     case("grandchild-and-answer", GRANDCHILD + "; FINAL(1)", "final 1"),
     case("grandchild-and-loop", GRANDCHILD + LOOP, "timeout"),
     case("grandchild-and-crash", GRANDCHILD + "; os._exit(1)", "crash"),
     case("grandchild-ignores-signals", IGNORE + GRANDCHILD, "prints left"),
-    case("grandchild-runs-away",
-         "def run():\n  while True:\n    if os.fork(): os._exit(0)\n"
-         "    os.setsid(); time.sleep(0.001)\ndouble_fork(run)", "prints", mode="ns"),
-    case("grandchild-forges",
-         "double_fork(lambda: (time.sleep(0.1), send(b'D', b'null')))" + LOOP, "protocol",
-         seconds=5),
+    ns("grandchild-runs-away", "def run():\n  while True:\n    if os.fork(): os._exit(0)\n"
+       "    os.setsid(); time.sleep(0.001)\ndouble_fork(run)", "prints"),
+    forged("grandchild-forges", "double_fork(lambda: (time.sleep(0.1), send(b'D', b'1')))"),
     case("shell", f"subprocess.Popen(['/bin/sh', '-c', 'sleep 60; : {MARK}'], "
          "start_new_session=True)", "prints | error FileNotFoundError", soak=False),
     case("segfault", "ctypes.string_at(0)", "crash by signal 11"),
-    case("stack-overflow", "sys.setrecursionlimit(10 ** 9)\nclass A:\n"
+    wild("stack-overflow", "sys.setrecursionlimit(10 ** 9)\nclass A:\n"
          "  def __getattr__(self, n): return getattr(self, n)\nA().x",
-         "crash | error MemoryError", then="any"),
+         "crash | error MemoryError"),
     case("kill-oneself", "os.kill(os.getpid(), 9); time.sleep(9)", "crash by signal 9",
          mode="off"),
     case("kill-ones-group", "os.killpg(os.getpgrp(), 9); time.sleep(9)", "crash",
          mode="off"),
-    case("kill-all", "os.kill(-1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
-         mode="ns", then="any"),
-    case("kill-the-parent", "os.kill(os.getppid(), 9); time.sleep(0.2); print(1)",
-         "crash | prints | error", mode="ns", then="any"),
-    case("kill-the-group-from-0", "os.kill(0, 9); time.sleep(0.2); print(1)",
-         "crash | prints", mode="ns", then="any"),
-    case("kill-init", "os.kill(1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
-         mode="ns", then="any"),
-    case("kill-the-trainer", "os.kill(trainer, 9)", "error Error", mode="ns"),
-    case("kill-the-server", "os.kill(server, 9)", "error Error", mode="ns"),
-    case("kill-every-id", "for p in range(2, 10 ** 5):\n  try: os.kill(p, 9)\n"
-         "  except OSError: pass", "crash | prints", mode="ns", then="any", soak=False),
-    case("unmount",
-         "print([libc.umount2(p, 2) for p in (b'/', b'/proc', b'/usr', b'/tmp')])",
-         "prints [-1, -1, -1, -1]", mode="ns"),
-    case("remount", "print(libc.mount(0, b'/', 0, 4096 | 32, 0))", "prints -1", mode="ns"),
-    case("namespaces-of-its-own",
-         "libc.unshare(0x10020000)  # a user and a mount namespace\n"
-         "print(libc.mount(0, b'/', 0, 4096 | 32, 0), libc.umount2(b'/', 2))",
-         "prints -1 -1", mode="ns"),
-    case("a-disk", f"os.mknod('{MARK}', 0o600 | stat.S_IFBLK, os.makedev(254, 0))\n"
-         f"open('{MARK}', 'rb').read(1)", "error Error", mode="ns"),
+    ns("kill-all", "os.kill(-1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
+       then="any"),
+    ns("kill-the-parent", "os.kill(os.getppid(), 9); time.sleep(0.2); print(1)",
+       "crash | prints | error", then="any"),
+    ns("kill-the-group-from-0", "os.kill(0, 9); time.sleep(0.2); print(1)",
+       "crash | prints", then="any"),
+    ns("kill-init", "os.kill(1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
+       then="any"),
+    ns("kill-the-trainer", "os.kill(trainer, 9)", "error Error"),
+    ns("kill-the-server", "os.kill(server, 9)", "error Error"),
+    ns("kill-every-id", "for p in range(2, 10 ** 5):\n  try: os.kill(p, 9)\n"
+       "  except OSError: pass", "crash | prints", then="any", soak=False),
+    ns("unmount", "print([libc.umount2(p, 2) for p in (b'/', b'/proc', b'/usr', b'/tmp')])",
+       "prints [-1, -1, -1, -1]"),
+    ns("remount", "print(libc.mount(0, b'/', 0, 4096 | 32, 0))", "prints -1"),
+    ns("namespaces-of-its-own", "libc.unshare(0x10020000)  # a user and a mount namespace\n"
+       "print(libc.mount(0, b'/', 0, 4096 | 32, 0), libc.umount2(b'/', 2))",
+       "prints -1 -1"),
+    ns("a-disk", f"os.mknod('{MARK}', 0o600 | stat.S_IFBLK, os.makedev(254, 0))\n"
+       f"open('{MARK}', 'rb').read(1)", "error Error"),
 ]
 
 PROTOCOL = [
-    case("write-everywhere", "for n in range(3, 4096):\n  try: os.write(n, b'x' * 100)\n"
-         "  except OSError: pass\n" + LOOP, "protocol", seconds=5),
-    case("length-of-4-gb", "os.write(fd, b'\\xff' * 4 + b'D')" + LOOP, "protocol",
-         seconds=5),
+    forged("write-everywhere", "for n in range(3, 4096):\n"
+           "  try: os.write(n, b'x' * 100)\n  except OSError: pass\n"),
+    forged("length-of-4-gb", "os.write(fd, b'\\xff' * 4 + b'D')"),
     case("half-a-frame-and-exit",
          "os.write(fd, struct.pack('!Ic', 99, b'D') + b'{'); os._exit(0)", "crash"),
     case("half-a-frame-and-return", "os.write(fd, struct.pack('!Ic', 9999, b'D') + b'{')",
@@ -270,8 +270,7 @@ PROTOCOL = [
     case("forged-answer", "result(done=True, final=[1])" + LOOP, "final [1]"),
     case("forged-death", "result(died='timeout')", "timeout | protocol"),
     forged("forged-cause-of-death", "result(died='machine')"),
-    case("forged-query", "send(b'Q', b'[\"llm\", [1], null]')" + LOOP, "protocol",
-         seconds=5),
+    forged("forged-query", "send(b'Q', b'[\"llm\", [1], null]')"),
     forged("no-query", "send(b'Q', b'{}')"),
     forged("no-unicode", "send(b'Q', b'\\xff\\xfe')"),
     forged("no-prompts", "send(b'Q', b'[\"llm\", [], null]')"),
@@ -282,8 +281,8 @@ PROTOCOL = [
          seconds=5),
     case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP,
          "timeout"),
-    case("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
-         "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP, "protocol", seconds=5),
+    forged("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
+           "[struct.pack('!Ic', 0, b'Z')], [0] * 100)"),
     case("close-it", "os.close(fd)", "crash"),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
     case("close-the-standard-ones", "for n in (0, 1, 2): os.close(n)", "prints"),
@@ -313,8 +312,8 @@ PROTOCOL = [
     case("odd-queries",
          "print(rlm_query_batched([None, b'', float('nan')], [{1}, print, '\\ud800'"
          "]))", "prints ['ok', 'ok', 'ok']"),
-    case("endless-queries", "llm_query_batched(itertools.repeat('a'))",
-         "error MemoryError | crash | timeout", then="any"),
+    wild("endless-queries", "llm_query_batched(itertools.repeat('a'))",
+         "error MemoryError | crash | timeout"),
 ]
 
 STATE = [
@@ -329,50 +328,49 @@ STATE = [
             "[]"),
     case("no-import", "import builtins; del builtins.__import__, builtins.__build_class__",
          "prints"),
-    case("no-builtins", "import builtins; vars(builtins).clear()", "crash | error | prints",
-         then="any"),
+    wild("no-builtins", "import builtins; vars(builtins).clear()",
+         "crash | error | prints"),
     case("builtins-that-lie", "import builtins; builtins.isinstance = lambda *_: True\n"
          "builtins.BaseException = builtins.Exception = ValueError", "prints"),
     case("no-modules", "sys.modules.clear()", "prints"),
     case("json-dumps", "json.dumps = lambda *a, **k: 'null'", "protocol"),
     case("json-loads", "json.loads = None", "prints", then="crash"),
     case("getpid-lies", "os.getpid = lambda: 1 << 20", "crash"),
-    case("no-traceback", "import traceback; traceback.format_exception_only = None; 1 / 0",
-         "crash | error", then="any"),
+    wild("no-traceback", "import traceback; traceback.format_exception_only = None; 1 / 0",
+         "crash | error"),
     case("the-worker",
          "import gc\nw = next(o for o in gc.get_objects() if type(o).__name__ == "
          "'Worker')\nw.capture.room = 10 ** 8; print('x' * 10 ** 6)", "protocol"),
-    case("walk-the-stack", "f = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
-         "f.f_globals.clear()", "crash | error | prints", then="any"),
+    wild("walk-the-stack", "f = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
+         "f.f_globals.clear()", "crash | error | prints"),
     case("no-stdout", "sys.stdout = sys.stderr = None; print(1)", "prints"),
     case("stdout-raises",
          "class O:\n  def write(self, s): raise OSError('w')\nsys.stdout = O()\n"
          "print(1)", "error OSError: w"),
     case("recursion-limit-low", "sys.setrecursionlimit(20)",
          "prints | error RecursionError"),
-    case("recursion-limit-high", "sys.setrecursionlimit(2 ** 31 - 1)\ndef f(): f()\nf()",
-         "error MemoryError | crash | timeout", then="any"),
+    wild("recursion-limit-high", "sys.setrecursionlimit(2 ** 31 - 1)\ndef f(): f()\nf()",
+         "error MemoryError | crash | timeout"),
     case("str-raises", "class E(Exception):\n  def __str__(self): raise E\nraise E",
          "error E"),
-    case("str-exits", "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E",
-         "crash | error", then="any"),
+    wild("str-exits", "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E",
+         "crash | error"),
     case("str-loops",
          "class E(Exception):\n  def __str__(self):\n    while True: pass\nraise E",
          "timeout"),
     case("str-dies", "class E(Exception):\n  def __str__(self): os._exit(0)\nraise E",
          "crash"),
-    case("odd-exception-class",
+    wild("odd-exception-class",
          "class E(Exception): __module__ = 5\nE.__qualname__ = '\\ud800'\n"
-         "raise E", "crash | error", then="any"),
-    case("odd-syntax-error", "raise SyntaxError('x', ('<repl 1>', 'one', [], 5))",
-         "crash | error", then="any"),
+         "raise E", "crash | error"),
+    wild("odd-syntax-error", "raise SyntaxError('x', ('<repl 1>', 'one', [], 5))",
+         "crash | error"),
     case("cyclic-causes", "e = ValueError('x'); e.__cause__ = e.__context__ = e; raise e",
          "error ValueError: x"),
-    case("deep-causes", "e = None\nfor i in range(10 ** 4):\n  n = ValueError(i)\n"
-         "  n.__cause__ = e; e = n\nraise e", "crash | error", then="any"),
-    case("deep-group", "e = ValueError('x')\n"
-         "for _ in range(10 ** 4): e = ExceptionGroup('g', [e])\nraise e", "crash | error",
-         then="any"),
+    wild("deep-causes", "e = None\nfor i in range(10 ** 4):\n  n = ValueError(i)\n"
+         "  n.__cause__ = e; e = n\nraise e", "crash | error"),
+    wild("deep-group", "e = ValueError('x')\n"
+         "for _ in range(10 ** 4): e = ExceptionGroup('g', [e])\nraise e", "crash | error"),
     case("notes", "e = ValueError('x'); e.__notes__ = [object(), 5]; raise e",
          "error ValueError: x"),
 ]
@@ -387,8 +385,7 @@ VALUES = [
             '[1, [2.5, [null, true]], {"a": "b", "1": "{3}"}]'),
     answers("class", "{(1, 2): object}", '{"(1, 2)": "<class \'object\'>"}'),
     answers("integer-that-fits", "2 ** 99", str(2**99)),
-    case("deep-300", DEEP % 300 + "FINAL(x)",
-         f"final {DEEP_JSON}"),
+    case("deep-300", DEEP % 300 + "FINAL(x)", f"final {DEEP_JSON}"),
     answers("nan", "[float('nan'), float('inf'), 1e308 * 10]", "[NaN, Infinity, Infinity]"),
     answers("bytes", "b'\\xff\\0'", json.dumps(r"b'\xff\x00'")),
     answers("surrogates", "{'\\ud800': '\\udfff\\0'}", '{"\\ud800": "\\udfff\\u0000"}'),
@@ -397,7 +394,7 @@ VALUES = [
     answers("large-integer", "10 ** 5000", '"<unprintable>"'),
     case("cyclic", "x = [1]; x.append(x); FINAL(x)", 'final [1, "[1, [...]]"]'),
     case("cyclic-dict", "x = {}; x['x'] = x; FINAL(x)", 'final {"x": "{\'x\': {...}}"}'),
-    case("deep", DEEP % 10 ** 5 + "FINAL(x)", "error RecursionError | final", then="any"),
+    wild("deep", DEEP % 10 ** 5 + "FINAL(x)", "error RecursionError | final"),
     case("str-of-value-raises",
          "class A:\n  def __str__(self): raise ValueError\nFINAL([A()])",
          'final ["<unprintable>"]'),
@@ -407,15 +404,15 @@ VALUES = [
          "final 1"),
     case("lying-int", "class I(int): bit_length = lambda s: 1\nFINAL(I(10 ** 5000))",
          "error ValueError"),
-    case("lying-str", "class S(str): __getitem__ = lambda s, k: 'x' * 10 ** 6\n"
-         "sys.stdout.write(S('a'))", "protocol | prints | crash", then="any"),
+    wild("lying-str", "class S(str): __getitem__ = lambda s, k: 'x' * 10 ** 6\n"
+         "sys.stdout.write(S('a'))", "protocol | prints | crash"),
     case("lying-dict", "class D(dict): items = lambda s: itertools.count()\nFINAL(D(a=1))",
          "error TypeError"),
-    case("endless-list",
+    wild("endless-list",
          "class L(list): __iter__ = lambda s: itertools.repeat(1)\nFINAL(L([1]))",
-         "timeout | error MemoryError | crash", then="any"),
-    case("answer-lies", "class D(dict): get = lambda s, k: 1 / 0\nanswer = D()",
-         "error ZeroDivisionError", then="any"),
+         "timeout | error MemoryError | crash"),
+    wild("answer-lies", "class D(dict): get = lambda s, k: 1 / 0\nanswer = D()",
+         "error ZeroDivisionError"),
     *[case(f"context-{name}", "FINAL(context)", f"final {json.dumps(value)}", context=value)
       for name, value in CONTEXTS.items()],
 ]
@@ -427,33 +424,30 @@ SECRETS = [
             "__import__('tempfile').gettempdir()}", "true"),
     answers("environment-in-proc", "b'hush' in open('/proc/self/environ', 'rb').read()",
             "false"),
-    case("processes",
-         "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
-         "prints [] | " + NEITHER, mode="ns"),
-    case("environment-of-the-trainer", "open(f'/proc/{trainer}/environ').read()", NEITHER,
-         mode="ns"),
-    case("memory-of-the-server", "open(f'/proc/{server}/mem').read(1)", NEITHER, mode="ns"),
-    case("environment-of-init", "print('hush' in open('/proc/1/environ').read())",
-         "prints False | " + NEITHER, mode="ns"),
-    case("home",
-         "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
-         "prints [] | " + NEITHER, mode="ns"),
-    case("a-file", "print(open(secret).read())", NEITHER, mode="ns"),
-    case("checkpoints", "open(root + '/README.md').read()", NEITHER, mode="ns"),
-    case("shadow", "open('/etc/shadow').read()", NEITHER, mode="ns"),
-    case("write-to-etc", f"open('/etc/{MARK}', 'w')", NEITHER, mode="ns"),
-    case("write-to-the-prefix", f"open(sys.prefix + '/{MARK}', 'w')", NEITHER, mode="ns"),
-    case("write-to-the-base-prefix", f"open(sys.base_prefix + '/{MARK}', 'w')", NEITHER,
-         mode="ns"),
-    case("directories-of-others", "print(sorted(os.listdir('..')) == [os.path.basename("
-         "os.getcwd())] or os.listdir(os.pardir))", "any", mode="ns"),
-    case("tcp", "socket.create_connection(('127.0.0.1', port), 5)",
-         "error OSError | error Refused", mode="ns"),
+    ns("processes",
+       "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
+       "prints [] | " + NEITHER),
+    ns("environment-of-the-trainer", "open(f'/proc/{trainer}/environ').read()", NEITHER),
+    ns("memory-of-the-server", "open(f'/proc/{server}/mem').read(1)", NEITHER),
+    ns("environment-of-init", "print('hush' in open('/proc/1/environ').read())",
+       "prints False | " + NEITHER),
+    ns("home",
+       "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
+       "prints [] | " + NEITHER),
+    ns("a-file", "print(open(secret).read())", NEITHER),
+    ns("checkpoints", "open(root + '/README.md').read()", NEITHER),
+    ns("shadow", "open('/etc/shadow').read()", NEITHER),
+    ns("write-to-etc", f"open('/etc/{MARK}', 'w')", NEITHER),
+    ns("write-to-the-prefix", f"open(sys.prefix + '/{MARK}', 'w')", NEITHER),
+    ns("write-to-the-base-prefix", f"open(sys.base_prefix + '/{MARK}', 'w')", NEITHER),
+    ns("directories-of-others", "print(sorted(os.listdir('..')) == [os.path.basename("
+       "os.getcwd())] or os.listdir(os.pardir))", "any"),
+    ns("tcp", "socket.create_connection(('127.0.0.1', port), 5)",
+       "error OSError | error Refused"),
     case("tcp-loose", "socket.create_connection(('127.0.0.1', port), 5).send(b'loose')",
          "prints", mode="off"),
-    case("abstract-socket",
-         f"socket.socket(socket.AF_UNIX).connect('\\0{MARK}' + str(port))", "error Error",
-         mode="ns"),
+    ns("abstract-socket", f"socket.socket(socket.AF_UNIX).connect('\\0{MARK}' + str(port))",
+       "error Error"),
     answers("descriptors", "len(os.listdir('/proc/self/fd'))", "5"),
 ]
 
@@ -718,8 +712,7 @@ def test_case(mode, name, place):
 
 
 STRAY = """
-import asyncio, sys
-sys.path.insert(0, {root!r})
+import asyncio
 from repl import REPL, Limits
 async def go():
     async with REPL("", limits=Limits(sandbox={mode!r})) as repl:
@@ -738,8 +731,8 @@ def test_what_one_trainer_ends_is_not_anothers(mode):
     async def go():
         Handle.stop()
         async with REPL("mine", limits=limits_of(mode)) as repl:
-            script = STRAY.format(root=str(ROOT), mode=mode, code=code)
-            other = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+            command = sys.executable, "-c", STRAY.format(mode=mode, code=code)
+            other = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
             assert await other.wait() == 0
             return await repl.execute("FINAL(context)")
 
