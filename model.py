@@ -354,11 +354,8 @@ class Qwen3(nn.Module):
         with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
             model = cls(config)
         prepare(model)
-        for adapter in model.adapters().values():
-            if adapter.device.type != torch.device(device).type:
-                adapter.data = adapter.data.to(device)
-
-        places, weights = model.weights(), {}
+        weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
+        places = model.weights()
         for name, tensor in hf.read_weights(path, places):
             # A copy, not the mapped file: replacing a file must not change the weights.
             tensor = tensor.to(dtype=dtype, device=device, copy=True)

@@ -1,12 +1,14 @@
-"""The memory plan: its sums by hand, against the model itself, and what it says when full."""
+"""The memory plan: its sums by hand, against the model itself, and its advice."""
 import os
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from runtime import plan
+import train
 from model import Qwen3, Qwen3Config
+from runtime import plan
 from runtime.plan import Plan
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
@@ -15,8 +17,9 @@ GB = 10 ** 9
 
 
 def of(config=QWEN3_4B, **changes):
-    return Plan(**{"config": config, "window": 8192, "row": 8192, "rank": 0, "frozen": 2,
-                   "recompute": True, "have": 141 * GB, **changes})
+    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0, "frozen": 2,
+              "recompute": True, "have": 141 * GB}
+    return Plan(**fields | changes)
 
 
 def test_qwen3_4b_by_hand():
@@ -27,7 +30,8 @@ def test_qwen3_4b_by_hand():
     assert need["sampler copy"] == 4 * P
     assert of().token_bytes == 2 * 147_456  # DESIGN's figure is for bfloat16
     lora = of(rank=16)
-    adapters = 36 * 16 * (2 * 2560 + 4096 + 1024 + 2560 + 1024 + 4096 + 2560 + 3 * (2560 + 9728))
+    attention = 2 * (2560 + 4096) + 2 * (2560 + 1024)
+    adapters = 36 * 16 * (attention + 3 * (2560 + 9728))
     need = lora.need()
     assert lora.parameters == (P, adapters)
     assert need["weights"] == 2 * P + 4 * adapters and need["sampler copy"] == 2 * P
@@ -35,47 +39,52 @@ def test_qwen3_4b_by_hand():
     assert lora.token_bytes == 147_456
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rank", [0, 1, 16])
-def test_it_counts_the_parameters_that_there_are(rank):
-    model = Qwen3(SMALL)
+def test_it_counts_the_parameters_that_there_are(rank, tied):
+    config = replace(SMALL, tie_word_embeddings=tied)
+    model = Qwen3(config)
     if rank:
         model.add_lora(rank, 32.0)
-    total, adapters = of(SMALL, rank=rank).parameters
-    assert total + adapters == sum(w.numel() for w in model.parameters())
+    want = (sum(w.numel() for w in model.weights().values()),
+            sum(w.numel() for w in model.adapters().values()))
+    assert of(config, rank=rank).parameters == want
+
+
+def saved_by_autograd(config, dtype, rank):
+    """Bytes per 512 tokens that a forward pass keeps, without the weights."""
+    torch.manual_seed(0)
+    model = Qwen3(config).to(dtype)
     if rank:
-        assert adapters == sum(w.numel() for w in model.parameters() if w.requires_grad)
+        model.add_lora(rank, 32.0)
+    weights = {w.untyped_storage().data_ptr() for w in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if len(tensor.shape) > 1 and 512 in tensor.shape:  # a number for each token
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.hidden(torch.arange(512)[None] % 50)
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank, dtype", [
+    (0, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_what_a_forward_pass_keeps_is_what_autograd_saves(rank, dtype):
-    """A layer's bytes a token: the difference between models of three layers and of one."""
-    def saved(layers):
-        torch.manual_seed(0)
-        model = Qwen3(replace(SMALL, num_hidden_layers=layers)).to(dtype)
-        if rank:
-            model.add_lora(rank, 32.0)
-        own = {w.untyped_storage().data_ptr() for w in model.parameters()}
-        kept = {}
-
-        def pack(tensor):
-            if len(tensor.shape) > 1 and 512 in tensor.shape:  # a number for each token
-                kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.hidden(torch.arange(512)[None] % 50)
-        return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    def planned(layers):
-        p = of(replace(SMALL, num_hidden_layers=layers), rank=rank, frozen=dtype.itemsize,
-               row=512, recompute=False)
-        p = replace(p, config=replace(p.config, vocab_size=1))  # no head
-        return p.activations()
-    if not rank and dtype == torch.bfloat16:
-        pytest.skip("what is trained is float32")
-    assert planned(3) - planned(1) == pytest.approx(saved(3) - saved(1), rel=0.08)
+    """The bytes of two layers: the difference between models of three layers and of one."""
+    saved, planned = [], []
+    for layers in (1, 3):
+        config = replace(SMALL, num_hidden_layers=layers)
+        saved.append(saved_by_autograd(config, dtype, rank))
+        without_head = replace(config, vocab_size=1)
+        planned.append(of(without_head, rank=rank, frozen=dtype.itemsize, row=512,
+                          recompute=False).activations())
+    assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], rel=0.08)
 
 
-def test_recomputing_keeps_one_number_a_token_and_channel_of_each_layer():
+def test_recomputing_keeps_one_number_per_token_and_channel_of_each_layer():
     deep, deeper = of(), of(replace(QWEN3_4B, num_hidden_layers=37))
     assert deeper.activations() - deep.activations() == 8192 * 2560 * 4
     assert of(recompute=False).activations() > 10 * deep.activations()
@@ -93,12 +102,12 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
 
 @pytest.mark.parametrize("have", [1 * GB, 30 * GB, 90 * GB, 141 * GB, 500 * GB])
 @pytest.mark.parametrize("rank", [0, 16])
-def test_the_cache_takes_whole_windows_of_what_is_left(have, rank):
+def test_the_cache_takes_full_windows_of_what_is_left(have, rank):
     p = of(rank=rank, have=have)
     need = p.need()
     tokens = need["KV cache"] / p.token_bytes
     assert tokens % p.window == 0 and 1 <= tokens / p.window <= plan.MOST_WINDOWS
-    assert sum(need.values()) <= plan.SPARE * have or tokens == p.window
+    assert sum(need.values()) <= plan.DEVICE_SHARE * have or tokens == p.window
 
 
 def test_a_run_that_fits_has_no_problem_and_one_that_does_not_says_what_would():
@@ -112,6 +121,16 @@ def test_a_run_that_fits_has_no_problem_and_one_that_does_not_says_what_would():
     # a warm-up trains all weights, whatever comes after it
     assert "warm-up" in of(rank=16, have=60 * GB).problem(True)
     assert of(rank=16, have=60 * GB).problem(False) is None
+
+
+def test_advice_names_flags_that_exist():
+    flags = {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)}
+    lines = [of(**changes, have=have * GB).problem(warmup) or ""
+             for have in (1, 40, 60, 80, 120)
+             for warmup in (False, True)
+             for changes in ({}, {"rank": 16}, {"recompute": False})]
+    named = {word for line in lines for word in re.findall(r"--[a-z0-9-]+", line)}
+    assert len(named) >= 4 and named <= flags
 
 
 def test_the_table_has_a_line_for_each_part_and_adds_up():
