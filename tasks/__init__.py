@@ -36,6 +36,7 @@ Left out: prompts (rlm.py) and everything that runs a model. Standard library on
 import importlib
 import inspect
 import json
+import numbers
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _is_triple(value: Any) -> bool:
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1  # which nan is not
+    return isinstance(value, numbers.Real) and 0 <= value <= 1  # which nan is not
 
 
 TRIPLE = ("(query, context, gold): a text, then a text, list or dict", _is_triple)
@@ -191,8 +192,7 @@ def strategy(kind: str) -> str:
 
 
 def tools(kind: str) -> str:
-    """Source text of the functions that the REPL offers, with the imports that they
-    need."""
+    """Source text of the functions that the REPL offers, with the imports they need."""
     from tasks.in_repl import source
 
     return source(_tools(kind))
@@ -219,8 +219,7 @@ def _tools(kind: str) -> tuple[Callable, ...]:
 def read(path: str, kind: str) -> list[Task]:
     """The questions of a JSON lines file, in the schema that the kind's `read` says.
 
-    Raises FileNotFoundError, or ValueError that names the line and the field that is
-    wrong."""
+    Raises FileNotFoundError, or ValueError that names the line and the wrong field."""
     module = load(kind)
     kind = Path(module.__file__).stem
     if not hasattr(module, "read"):
@@ -245,8 +244,7 @@ def read(path: str, kind: str) -> list[Task]:
 
 
 def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held out): after a shuffle with seed 42, a fifth, at most 128, is held
-    out."""
+    """(training, held out): shuffled with seed 42, a fifth, at most 128, is held out."""
     if len(tasks) < 2:
         raise ValueError("one question cannot be split into training and held-out ones; "
                          "at least 2 are needed")
