@@ -13,17 +13,17 @@ Pages. A request has a page table, and gets a page only when it has tokens for i
 ends, its pages stay as a cache; the least recently used page is evicted first. So a node
 that waits for its children holds nothing. Requests that begin alike share full pages; where
 these end, the page that agrees furthest is copied. A request waits while another computes
-the same prefix. So a group computes its prompt once, and a node its own tokens once.
+the same prefix, so that a group computes its prompt once.
 
 Preemption. When no page is left, the youngest running request goes back to the queue. It
 keeps what it sampled and computes it again later. The oldest is never preempted.
+
 Randomness. A request's key alone decides the random numbers for its tokens. So neither the
 order of arrival, nor the batch, nor a preemption changes what is sampled.
 
-Left out: swapping pages to the host, speculative decoding, priorities, several devices,
-quantised caches. Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca,
-OSDI 2022), chunked prefill (2308.16369). How attention reads pages is in
-runtime/attention.py. Shapes: B requests, V vocabulary.
+Left out: swapping pages to the host, speculative decoding, priorities, several devices.
+Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
+prefill (2308.16369). Shapes: B requests, V vocabulary; more in runtime/attention.py.
 """
 import asyncio
 import contextlib
@@ -36,7 +36,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from model import Qwen3
 from runtime.attention import attention_for, new_pool
@@ -93,8 +92,7 @@ class Sampler:
                  page: int | None = None):
         self.model = model.merged_copy(dtype)
         self.batch = batch
-        positions = model.config.max_position_embeddings
-        self.window = min(window or positions, positions)
+        self.window = min(window or np.inf, model.config.max_position_embeddings)
         attention = attention_for(self.model)
         self.pool = new_pool(self.model, memory, page or attention.page)
         self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
@@ -123,8 +121,8 @@ class Sampler:
         parameters, otherwise all. With matrices this small, threads mostly wait for each
         other (measured), and one thread leaves the other cores to the REPLs."""
         before = torch.get_num_threads()
-        if sum(weight.numel() for weight in self.model.parameters()) < SMALL_MODEL:
-            torch.set_num_threads(1)
+        small = sum(w.numel() for w in self.model.parameters()) < SMALL_MODEL
+        torch.set_num_threads(1 if small else before)
         try:
             yield
         finally:
@@ -144,8 +142,7 @@ class Sampler:
             raise SamplerError(f"ids outside the vocabulary of {vocabulary}")
         if not (temperature >= 0 and 0 < top_p <= 1):
             raise SamplerError(f"temperature {temperature} or top_p {top_p} out of range")
-        pool = self.pages.count * self.pages.size
-        limit = min(self.window, pool)
+        limit = min(self.window, self.pages.count * self.pages.size)
         room = limit - len(ids)
         if room < 1:
             name = "window" if limit == self.window else "KV pool"
@@ -163,11 +160,9 @@ class Sampler:
             self.engine = asyncio.create_task(self._run())
         try:
             await done
-        except asyncio.CancelledError:  # if it runs, the engine's next step removes it
+        finally:  # cancelled while it waits; if it runs, the engine's next step removes it
             if request in self.waiting:
                 self.waiting.remove(request)
-            raise
-
         new = request.ids[request.prompt:]
         end = "length" if max_tokens <= room else "window"
         if new[-1] in request.stop:
@@ -230,12 +225,11 @@ class Sampler:
     def _must_wait(self, request: Request, cached: int) -> bool:
         """Does a running request compute more of this prefix right now than is cached?"""
         end = cached + 1
-        if end >= len(request.ids):
-            return False
+        prefix = request.ids[:end]
         in_prompt = [r for r in self.running if len(r.ids) - r.computed > 1]
         # Compare one token first: it rarely agrees, and prefixes are long.
-        likely = [r for r in in_prompt if r.ids[cached:end] == request.ids[cached:end]]
-        return any(r.ids[:end] == request.ids[:end] for r in likely)
+        likely = [r for r in in_prompt if r.ids[cached:end] == prefix[cached:]]
+        return end < len(request.ids) and any(r.ids[:end] == prefix for r in likely)
 
     def _fits(self, request: Request, shared: list[Page]) -> bool:
         """Are there pages for all its tokens, beside what the running ones may still need?
@@ -258,7 +252,6 @@ class Sampler:
             target = self.pages.new(request).index
             self.pool[:, :, target, :n] = self.pool[:, :, partial.index, :n]
             self.pages.advance(request, n)
-
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.arrival)
         self.stats["reused"] += cached
@@ -281,13 +274,12 @@ class Sampler:
         return step
 
     def _extend(self, request: Request, n: int) -> bool:
-        """Pages for n more tokens. If there is none the youngest request is preempted;
-        False if that is this one."""
+        """Add pages for n more tokens. False if this led to its own preemption."""
         while len(request.pages) * self.pages.size < request.computed + n:
             if self.pages.available():
                 self.pages.new(request)
                 continue
-            youngest = self.running[-1]
+            youngest = self.running[-1]  # no page is left: this one is preempted
             self._remove(youngest)
             insort(self.waiting, youngest, key=lambda r: r.arrival)
             self.stats["preemptions"] += 1
@@ -301,8 +293,8 @@ class Sampler:
             if not np.isfinite(logprob):
                 self._remove(request, forget=True)
                 self.attention.reset()
-                broken = SamplerError("the model's logits are not finite")
-                request.done.set_exception(broken)
+                error = SamplerError("the model's logits are not finite")
+                request.done.set_exception(error)
                 continue
             request.ids.append(int(token))
             request.logprobs.append(float(logprob))
@@ -335,10 +327,8 @@ class Sampler:
             self.stats["batches"][len(step)] += 1
 
 
-def sample(logits_BV: Tensor, requests: list[Request]) -> np.ndarray:
-    """Tokens and their log-probabilities without temperature and top_p: (2, B) float64.
-
-    A token is drawn where the cumulative distribution passes the request's own number."""
+def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
+    """Tokens, and their log-probabilities without temperature and top_p: (2, B) float64."""
     u_B, temperature_B, top_p_B = torch.tensor(
         [(r.uniforms[len(r.logprobs)], r.temperature, r.top_p) for r in requests],
         dtype=torch.float64).to(logits_BV.device).unbind(1)
@@ -353,6 +343,7 @@ def sample(logits_BV: Tensor, requests: list[Request]) -> np.ndarray:
             before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
             sorted_BV.masked_fill_(before_BV >= top_p_B[:, None], 0)
             probs_BV = torch.zeros_like(probs_BV).scatter(1, order_BV, sorted_BV)
+        # Draw the token at which the cumulative sum passes the request's own random number.
         total_BV = probs_BV.cumsum(-1, dtype=torch.float64)
         u_B1 = (u_B * total_BV[:, -1])[:, None]  # the last total is 1 but for rounding
         drawn_B = torch.searchsorted(total_BV, u_B1, right=True)[:, 0]
@@ -364,8 +355,7 @@ def sample(logits_BV: Tensor, requests: list[Request]) -> np.ndarray:
 
 
 class Pages:
-    """Which page holds what. The keys and values themselves are in the Sampler's pool.
-
+    """Which page holds what; the keys and values themselves are in the Sampler's pool.
     A page is free, or has users, or is unused: then it is cached until it is evicted."""
 
     def __init__(self, count: int, size: int):
@@ -373,7 +363,7 @@ class Pages:
         self.free = list(range(count, 0, -1))
         self.unused: dict[int, Page] = {}  # by index, the least recently used first
         self.full: dict[bytes, Page] = {}  # full pages, by their hash
-        self.after: dict[bytes, dict[int, Page]] = {}  # all pages, by the hash before them
+        self.after: dict[bytes, list[Page]] = {}  # all pages, by the hash before them
 
     def available(self) -> int:
         return len(self.free) + len(self.unused)
@@ -382,9 +372,9 @@ class Pages:
         """Of the tokens in the first `count` pages of the request."""
         while len(request.hashes) <= count:
             end = len(request.hashes) * self.size
-            tokens = array("i", request.ids[end - self.size:end]).tobytes()
-            digest = hashlib.blake2b(request.hashes[-1] + tokens, digest_size=16).digest()
-            request.hashes.append(digest)
+            page = array("i", request.ids[end - self.size:end]).tobytes()
+            hashed = hashlib.blake2b(request.hashes[-1] + page, digest_size=16)
+            request.hashes.append(hashed.digest())
         return request.hashes[count]
 
     def match(self, request: Request) -> tuple[list[Page], Page | None, int]:
@@ -397,11 +387,10 @@ class Pages:
             if page is None:
                 break
             pages.append(page)
-
         start = len(pages) * self.size
         rest = request.ids[start:min(start + self.size, last)]
         partial, n = None, 0  # the page that agrees furthest with the rest, and how far
-        for page in self.after.get(self.hash(request, len(pages)), {}).values():
+        for page in self.after.get(self.hash(request, len(pages)), ()):
             if n < len(rest) and page.tokens[:n + 1] == rest[:n + 1]:
                 partial = page
                 while n < len(rest) and page.tokens[n:n + 1] == rest[n:n + 1]:
@@ -420,7 +409,7 @@ class Pages:
             index = next(iter(self.unused))
             self._forget(self.unused.pop(index))
         page = Page(index, self.hash(request, len(request.pages)))
-        self.after.setdefault(page.before, {})[index] = page
+        self.after.setdefault(page.before, []).append(page)
         request.pages.append(page)
         return page
 
@@ -454,9 +443,8 @@ class Pages:
             self.unused[page.index] = page
 
     def _forget(self, page: Page) -> None:
-        siblings = self.after[page.before]
-        del siblings[page.index]
-        if not siblings:
+        self.after[page.before].remove(page)
+        if not self.after[page.before]:
             del self.after[page.before]
         if self.full.get(page.hash) is page:
             del self.full[page.hash]

@@ -359,7 +359,7 @@ def test_a_node_that_returns_computes_its_observation_only_although_its_children
             want, _ = naive_greedy(MODEL, row, 4)
             assert got.ids == want
             if turn:
-                assert got.usage["reused"] == before - 1  # the last token was never computed
+                assert got.usage["reused"] == before - 1  # never computed: the last token
             row = row + list(got.ids)
             before = len(row)
             for i in range(batch - 1):
