@@ -1,8 +1,8 @@
 """Makes the golden files in tests/golden with transformers: `python -m lab.golden`.
 
-Each holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy tokens
-with the gap between the two best logits at each, and the config as metadata. The weights are
-not stored: `weights` makes them from the config and a seed, without torch's generator.
+Each holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy
+tokens with the gap between the two best logits at each, and the config as metadata. The
+weights are not stored: `weights` makes them from the config, without torch's generator.
 """
 import json
 from pathlib import Path
@@ -49,7 +49,8 @@ def weights(c: dict) -> dict[str, torch.Tensor]:
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     for i in range(c["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        for name, shape in layer.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
 
     made = {}
     for seed, (name, shape) in enumerate(sorted(shapes.items())):
@@ -81,7 +82,7 @@ def some_ids(c: dict) -> torch.Tensor:
 
 @torch.no_grad()
 def greedy(logits_of, ids: list[int]) -> tuple[list[int], list[float]]:
-    """GREEDY tokens, each by a full forward pass, and the lead of the best logit at each."""
+    """GREEDY tokens, each by a full forward pass, and each one's lead over the second."""
     ids, leads = list(ids), []
     for _ in range(GREEDY):
         best = logits_of(torch.tensor([ids]))[0, -1].topk(2)
@@ -102,7 +103,8 @@ def main() -> None:
             "greedy": torch.tensor(tokens),
             "ahead": torch.tensor(leads),
         }
-        save_file(tensors, FOLDER / f"{name}.safetensors", metadata={"config": json.dumps(c)})
+        save_file(tensors, FOLDER / f"{name}.safetensors",
+                  metadata={"config": json.dumps(c)})
         print(name, "distinct greedy tokens", len(set(tokens)), "smallest lead", min(leads))
 
 

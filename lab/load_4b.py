@@ -1,8 +1,8 @@
-"""Makes a random checkpoint of the Qwen3-4B shape (8 GB, bfloat16, several files), loads it,
-decodes a few tokens and deletes it: `python -m lab.load_4b [FOLDER]`. Linux, 12 GB of memory.
+"""Makes a random checkpoint of the Qwen3-4B shape (8 GB, bfloat16, several files), loads
+it, decodes a few tokens and deletes it: `python -m lab.load_4b [FOLDER]`. Linux, 12 GB.
 
-Prints parameters, the peak of anonymous memory over the weights' bytes, and the tokens. FOLDER
-is where the checkpoint is put meanwhile, by default the system's temporary folder.
+Prints parameters, the peak of anonymous memory over the weights' bytes, and the tokens.
+FOLDER is where the checkpoint is put meanwhile, by default the system's temporary folder.
 """
 import multiprocessing
 import os
@@ -49,7 +49,8 @@ def make(path: str) -> None:
 def main() -> None:
     folder = sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory(dir=folder) as path:
-        maker = multiprocessing.Process(target=make, args=(path,))  # its memory is not counted
+        # A process of its own, whose memory is not counted.
+        maker = multiprocessing.Process(target=make, args=(path,))
         maker.start()
         maker.join()
         if maker.exitcode:
@@ -71,7 +72,8 @@ def main() -> None:
         print(f"loaded in {time.monotonic() - start:.0f} s")
 
     weights = sum(weight.nbytes for weight in model.parameters())
-    print(f"{sum(w.numel() for w in model.parameters()):,} parameters, {weights / 1e9:.3f} GB")
+    count = sum(weight.numel() for weight in model.parameters())
+    print(f"{count:,} parameters, {weights / 1e9:.3f} GB")
     print(f"anonymous memory: {before / 1e9:.2f} GB before, peak {peak / 1e9:.3f} GB, "
           f"{peak / weights:.3f} x the weights")
     ids = [9707, 11]

@@ -6,8 +6,8 @@ and a cache of one window are made and written to, and the weights are updated f
 micro-batches of one full row each. Prints peak memory without torch's own, the plan's sum,
 and their ratio.
 
-glibc keeps blocks below 32 MB after they are freed, which adds up to 15 % at short rows; with
-MALLOC_MMAP_THRESHOLD_=1048576 in the environment the peak is what is really in use.
+glibc keeps blocks below 32 MB after they are freed, which adds up to 15 % at short rows.
+With MALLOC_MMAP_THRESHOLD_=1048576 in the environment the peak is what is really in use.
 """
 import argparse
 import ctypes
@@ -47,7 +47,7 @@ def adamw(model: Qwen3) -> torch.optim.AdamW:
 
 def update(model: Qwen3, optimizer, row: int, batches: int) -> None:
     ids = torch.arange(row)[None] % model.config.vocab_size
-    mask = (torch.arange(row) < 300)[None]  # two chunks of logits; more take longer, not more
+    mask = (torch.arange(row) < 300)[None]  # two chunks of logits; more need only time
     for _ in range(batches):
         model.logprobs(ids, mask)[0].mean().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -57,17 +57,18 @@ def update(model: Qwen3, optimizer, row: int, batches: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the memory plan predicts.")
-    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: train all weights")
-    parser.add_argument("--row", type=int, default=1024, help="tokens of a row (default 1024)")
-    parser.add_argument("--dtype", default="float32", help="of frozen weights (default float32)")
+    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights")
+    parser.add_argument("--row", type=int, default=1024, help="tokens, default 1024")
+    parser.add_argument("--dtype", default="float32", help="of frozen weights")
     parser.add_argument("--layers", type=int, default=28, help="default 28, as 0.6B has")
     parser.add_argument("--recompute", action="store_true")
     args = parser.parse_args()
 
     config = Qwen3Config(**QWEN3_06B | {"num_hidden_layers": args.layers})
     frozen = getattr(torch, args.dtype) if args.rank else torch.float32
-    plan = Plan(config, window=args.row, row=args.row, rank=args.rank, frozen=frozen.itemsize,
-                recompute=args.recompute, have=0)  # nothing to spare: a cache of one window
+    plan = Plan(config, window=args.row, row=args.row, rank=args.rank,
+                frozen=frozen.itemsize, recompute=args.recompute,
+                have=0)  # nothing to spare: a cache of one window
     need = plan.need()
 
     tiny = Qwen3(Qwen3Config(64, 32, 64, 1, 2, 1, 16))

@@ -1,9 +1,9 @@
 """What a run needs in memory, from config.json alone: `python train.py --model DIR --plan`.
 
-Sums what is held at the same time in an update, the fullest moment of a step. Counted: weights,
-gradients, Adam's two moments, the sampler's copy and cache, what the forward pass keeps for the
-backward pass, and the largest temporary tensors of both. Each of several ranks holds a share of
-the trained model and a sampler of its own.
+Sums what is held at the same time in an update, the fullest moment of a step. Counted:
+weights, gradients, Adam's two moments, the sampler's copy and cache, what the forward pass
+keeps for the backward pass, and the largest temporary tensors of both. Of several ranks each
+has a share of the trained model and a sampler of its own.
 
 Left out: the process itself (torch is 0.3 GB on a CPU, a CUDA context 0.5 GB), a sampler's
 prefill (smaller than an update of the same rows), a reference model, and fragmentation.
@@ -25,9 +25,12 @@ PARTS = ("weights", "gradients", "optimizer", "gathered", "sampler copy", "KV ca
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. Trained weights and gradients are float32. With adapters, activations and
-    the sampler take `frozen` bytes per element, as frozen weights do (2: bfloat16, 4: float32);
-    in full fine-tuning, which is `rank` 0, they take `compute` bytes."""
+    """A run's needs. Trained weights and gradients are float32.
+
+    With adapters, activations and the sampler take `frozen` bytes per element, as frozen
+    weights do (2: bfloat16, 4: float32). In full fine-tuning, which is `rank` 0, they take
+    `compute` bytes.
+    """
     config: Any  # the Qwen3Config of model.py, which this file does not import
     window: int  # tokens of the longest conversation
     row: int  # tokens in a forward pass of the update
@@ -45,7 +48,7 @@ class Plan:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Hidden size, all query heads, all key heads, the MLP: D, H, K, M of the sums below."""
+        """D, H, K, M of the sums below: hidden size, query heads, key heads, MLP."""
         c = self.config
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         return c.hidden_size, heads * c.head_dim, kv_heads * c.head_dim, c.intermediate_size
@@ -98,8 +101,8 @@ class Plan:
     def gathered(self) -> int:
         """Bytes of a sharded model's weights and gradients that are complete at a time.
 
-        The embedding and two layers to compute with. If they are trained, also the gradients of
-        the embedding and of one layer, and those in float32 to be summed over the ranks.
+        The embedding and two layers to compute with. If they are trained, also gradients of
+        the embedding and of one layer, and the same in float32, to sum them over ranks.
         """
         table, layer = self.table_parameters, self.layer_parameters
         size = (table + 2 * layer) * self.element
@@ -114,7 +117,7 @@ class Plan:
         return self.config.num_hidden_layers * 2 * K * self.element
 
     def cache_tokens(self, others: int) -> int:
-        """Tokens of the full windows that fit beside `others` bytes: 1 to MOST_WINDOWS windows."""
+        """Tokens of 1 to MOST_WINDOWS full windows: what fits beside `others` bytes."""
         room = int(DEVICE_SHARE * self.have - others)
         windows = room // (self.token_bytes * self.window)
         return max(1, min(windows, MOST_WINDOWS)) * self.window
@@ -126,7 +129,7 @@ class Plan:
         return 12 * (adapters if self.rank else model)
 
     def activations(self) -> int:
-        """What a forward pass keeps, and the largest temporary tensors of the backward pass."""
+        """What a forward pass keeps, and the largest temporary tensors of both passes."""
         layers, vocabulary = self.config.num_hidden_layers, self.config.vocab_size
         D, H, K, M = self.widths
         # An RMSNorm keeps its input in float32; if its weight is trained, also the result.
@@ -143,14 +146,14 @@ class Plan:
 
         logits = min(LOGITS_BYTES, self.row * vocabulary * 4)
         head = 2 * logits + 3 * self.row * D * self.element
-        # The head's gradient is made first. The embedding's is dense, too: if tied, both are
-        # there when they are added up.
+        # The head's gradient is made first. The embedding's is dense, too. If tied, both
+        # are there when they are added up.
         table = 0 if self.rank else vocabulary * D * 4
         adding = (3 if self.config.tie_word_embeddings else 1) * table
         return max(kept + head + table, kept + running + mlp + table, adding)
 
     def problem(self, warmup: bool, ranks: int = 1) -> str | None:
-        """None if the run fits, else one line that says what it needs and what would fit."""
+        """None if the run fits, else one line: what it needs, and what would fit."""
         def total(plan: Plan) -> int:
             need = sum(plan.need(ranks).values())
             if warmup:  # it trains all weights
@@ -172,7 +175,9 @@ class Plan:
         advice = "reduce the window in rlm.json or --micro-tokens, or take a smaller model"
         if fits:
             advice = f"it fits with {' or '.join(fits)}"
-        first = " with its warm-up, which trains all weights" if warmup and self.rank else ""
+        first = ""
+        if warmup and self.rank:
+            first = " with its warm-up, which trains all weights"
         return (f"the run needs {total(self) / GIB:.1f} GiB{first}, the device has "
                 f"{self.have / GIB:.1f}; {advice}")
 
@@ -210,7 +215,7 @@ def device_bytes(device: str) -> int:
         return torch.cuda.mem_get_info()[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
-        free = _field("/proc/meminfo", "MemAvailable") << 10  # with what caches would give back
+        free = _field("/proc/meminfo", "MemAvailable") << 10  # counts what caches give back
         limit = _field("/sys/fs/cgroup/memory.max", "")  # "max": there is none
         used = _field("/sys/fs/cgroup/memory.current", "")
         cached = _field("/sys/fs/cgroup/memory.stat", "inactive_file")

@@ -1,4 +1,4 @@
-"""LoRA: what the adapters compute, where they are merged, how they are saved; training runs."""
+"""LoRA: what adapters compute, where they are merged, how they are saved; training runs."""
 import json
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import SHORT, command
 from safetensors.torch import load_file
-from test_model import build, distance, masked, some_ids
+from test_model import TIED_AND_UNTIED, build, distance, masked, some_ids
 
 import train
 from model import Qwen3
@@ -196,7 +196,7 @@ def test_a_saved_model_has_its_adapters_merged(tmp_path):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("shape", ["head_dim unlike hidden over heads", "wide heads, untied"])
+@pytest.mark.parametrize("shape", TIED_AND_UNTIED)
 def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -220,6 +220,12 @@ def weights(path):
     return load_file(Path(path, "model.safetensors"))
 
 
+def merge_gaps(out):
+    """Those of a run's steps of GRPO."""
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["merge_gap"] for row in rows if row["phase"] == "grpo"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, short_run):
     out = tmp_path_factory.mktemp("lora") / "a"
@@ -240,12 +246,13 @@ def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished, sh
     model.load_adapter(finished / "final" / "adapter")
     for name, weight in model.merged():
         torch.testing.assert_close(final[name], weight, rtol=1e-6, atol=1e-7)
-    config = json.loads((finished / "final" / "adapter" / "adapter_config.json").read_text())
+    adapter = finished / "final" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.join(finished, "warmup")
     last = Path(checkpoint.last_checkpoint(finished))
     assert not (last / "model.safetensors").exists()  # only what changes
-    rows = [json.loads(row) for row in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= row["merge_gap"] < 1e-5 for row in rows if row["phase"] == "grpo")
+    gaps = merge_gaps(finished)
+    assert gaps and all(0 <= gap < 1e-5 for gap in gaps)
 
 
 @pytest.mark.slow
@@ -286,11 +293,10 @@ def test_a_bfloat16_checkpoint_is_trained_with_a_bfloat16_base(finished, tmp_pat
         (tmp_path / name).write_bytes((finished / "final" / name).read_bytes())
     Qwen3.from_pretrained(finished / "final", torch.bfloat16).save_pretrained(tmp_path)
     out = tmp_path / "out"
-    assert command(train, monkeypatch, *SHORT, "--model", tmp_path, "--out", out, "--steps", 1,
-                   "--warmup-steps", 0, "--lora-rank", 2) is None
+    assert command(train, monkeypatch, *SHORT, "--model", tmp_path, "--out", out,
+                   "--steps", 1, "--warmup-steps", 0, "--lora-rank", 2) is None
     for part in ("warmup", "final"):
         assert {w.dtype for w in weights(out / part).values()} == {torch.bfloat16}
-    warm = weights(out / "warmup")
-    assert all(torch.equal(weight, warm[name]) for name, weight in weights(tmp_path).items())
-    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("phase") == "grpo" and "merge_gap" in row for row in rows)
+    warm, start = weights(out / "warmup"), weights(tmp_path)
+    assert all(torch.equal(warm[name], start[name]) for name in start)
+    assert merge_gaps(out)
