@@ -426,27 +426,6 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.
     return policy
 
 
-def scripted(script: Callable[[Task, Node], str], task: Task, tokenizer):
-    """The policy that writes what script(task, node) returns, cut like a model's
-    message."""
-    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        text = script(task, node)
-        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
-        usage = {"prompt": size, "reused": 0}
-        if tokenizer is None:
-            stop = "stop" if len(text) <= 4 * max_tokens else "length"
-            text = text[:4 * max_tokens]
-            return Completion(text, stop=stop, usage=usage | {"sampled": len(text) // 4})
-        ids = [*tokenizer.encode(text), tokenizer.end_of_turn]
-        stop = "stop"
-        if len(ids) > max_tokens:
-            ids, stop = ids[:max_tokens], "length"
-            text = tokenizer.decode(ids)
-        return Completion(text, tuple(ids), (0.0,) * len(ids), stop,
-                          usage | {"sampled": len(ids)})
-    return policy
-
-
 class RLM:
     """A trained model to ask: RLM("runs/tiny/final").completion(question, context) ->
     answer.

@@ -138,6 +138,7 @@ class Trainer:
             self.objective = grpo.credit
             if config.objective != "grpo":
                 self.objective = handed_in.load_objective(config.objective)
+            self.objective([], config)  # refuses switches that it would ignore
             self.questions, self.heldout = read_questions(config)
             start = run.find_start() if world.rank == 0 else None
             if start and not start.weights:
@@ -546,7 +547,7 @@ def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
             rng = random.Random(f"{(seed, number)} {node.path}")
             return tasks.demonstrate(task, node, rng)
 
-        write = rlm.scripted(script, questions[number], tokenizer)
+        write = tasks.scripted(script, questions[number], tokenizer)
         return await write(node, max_tokens, key)
 
     with tqdm(total=len(questions), desc="scripts", leave=False, disable=None) as bar:

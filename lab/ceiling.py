@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tasks
 from repl import Limits
-from rlm import RLMConfig, rollout, scripted
+from rlm import RLMConfig, rollout
 from tokenizer import Tokenizer
 
 KINDS = [name for name in tasks.NAMES if name != "deep"]  # those whose length can be chosen
@@ -73,7 +73,7 @@ def measure(kind: str, number: int, args, tokenizer) -> bool:
     script = {"oracle": tasks.oracle, "keyword": tasks.keyword}[args.policy]
     config = RLMConfig(limits=Limits(sandbox=args.sandbox))
     with Peak() as peak:
-        policy = scripted(script, task, tokenizer)
+        policy = tasks.scripted(script, task, tokenizer)
         root = asyncio.run(rollout(task, policy, tokenizer, config))
         times.append(time.monotonic())
         score = tasks.reward(task, root.answer)

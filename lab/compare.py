@@ -240,7 +240,7 @@ class Comparison:
         """The policy for one question's tree: one at the root, maybe another one below."""
         def speaker(spec: str):
             if spec in SCRIPTS:
-                return rlm.scripted(SCRIPTS[spec], task, self.tokenizer)
+                return tasks.scripted(SCRIPTS[spec], task, self.tokenizer)
             return self.policies[spec]
 
         root, below = speaker(self.root), speaker(self.below)

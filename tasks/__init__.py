@@ -46,6 +46,7 @@ from typing import Any
 
 from runtime import handed_in
 from runtime.handed_in import HandedInError
+from tree import Completion, Node
 
 NAMES = ("evidence", "deep", "niah", "oolong", "pairs", "code", "hop")
 QUESTION = "question"  # the kind of a user's free question: no strategy, no score
@@ -120,6 +121,27 @@ def part_score(task: Task, part: Any, answer: Any) -> float | None:
     if task.kind == QUESTION or not hasattr(load(task.kind), "part_score"):
         return None
     return _call(task.kind, "part_score", task, part, answer)
+
+
+def scripted(script: Callable, task: Task, tokenizer):
+    """The policy that writes what script(task, node) returns, cut like a model's
+    message."""
+    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
+        text = script(task, node)
+        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
+        usage = {"prompt": size, "reused": 0}
+        if tokenizer is None:
+            stop = "stop" if len(text) <= 4 * max_tokens else "length"
+            text = text[:4 * max_tokens]
+            return Completion(text, stop=stop, usage=usage | {"sampled": len(text) // 4})
+        ids = [*tokenizer.encode(text), tokenizer.end_of_turn]
+        stop = "stop"
+        if len(ids) > max_tokens:
+            ids, stop = ids[:max_tokens], "length"
+            text = tokenizer.decode(ids)
+        return Completion(text, tuple(ids), (0.0,) * len(ids), stop,
+                          usage | {"sampled": len(ids)})
+    return policy
 
 
 def oracle(task: Task, node) -> str:

@@ -12,7 +12,7 @@ SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
 
 
 def command(module, monkeypatch, *args):
-    """Run a program's main with these arguments. Returns its exit status or its message, and
+    """Run a program's main with these arguments. Returns its exit status or message, and
     None if it returned."""
     name = module.__name__.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, args)])

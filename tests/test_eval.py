@@ -154,7 +154,7 @@ def test_ranks_that_share_the_questions_get_the_row_of_one(tiny):
 
     async def policy(node, max_tokens, key):
         task = questions[key[1]]
-        return await rlm.scripted(tasks.oracle, task, tokenizer)(node, max_tokens, key)
+        return await tasks.scripted(tasks.oracle, task, tokenizer)(node, max_tokens, key)
 
     shares = []
 
