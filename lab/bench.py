@@ -349,7 +349,7 @@ def prefill_share(sampler, model, samples: Samples) -> None:
 
 def greedy_agreement(sampler, model, samples: Samples) -> None:
     rng = random.Random(4)
-    rows = [random_ids(rng, 1000, model.config.vocab_size) for _ in range(8)]
+    rows = [random_ids(rng, 1000, model.config) for _ in range(8)]
     agree, gaps = [], []
     for row, done in zip(rows, generate_all(sampler, rows, 128, temperature=0)):
         with torch.inference_mode():
@@ -517,7 +517,10 @@ def gpu_model(config: Qwen3Config, rank: int) -> Qwen3:
         model.lm_head.weight = model.model["embed_tokens"].weight
     with torch.no_grad():
         for weight in model.parameters():
-            weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1)
+            if weight.dim() == 2:
+                weight.normal_(std=0.02)
+            else:
+                weight.fill_(1)
     if rank:
         model.add_lora(rank, 32.0)
         model.recompute = True
