@@ -313,6 +313,9 @@ class Trainer:
             # Sample with the weights as they are now, and score the roots.
             self.sampler.load(model)
             rollouts = self.collect(step)
+            merged = {}
+            if model.rank:  # what the sampler's copy lost of the adapters by rounding
+                merged = {"merge_gap": model.merge_gap(self.sampler.model)}
             sampled = time.monotonic()
 
             # Every node gets the advantage of its root, and becomes one row.
@@ -321,8 +324,7 @@ class Trainer:
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
 
-            # Each update is one optimizer step over all rows. Without a signal there is
-            # none.
+            # Each update is one optimizer step over all rows. Without a signal: none.
             loss, norm, stats = 0.0, 0.0, Stats()
             for _ in range(config.updates if rows else 0):
                 loss, stats = 0.0, Stats()
@@ -341,7 +343,7 @@ class Trainer:
             run.state["sampled"] += metrics.sampled_tokens(rollouts)
             run.state["skipped"] += not rows
             seconds = self.sampler.stats["seconds"] - in_model
-            self.show(rollouts, stats.metrics() | {
+            self.show(rollouts, stats.metrics() | merged | {
                 "loss": loss, "grad_norm": norm, "rows": len(rows), "sample_s": seconds,
                 "repl_s": max(0.0, sampled - begin - seconds),
                 "update_s": time.monotonic() - sampled,
@@ -426,8 +428,7 @@ class Trainer:
     # --- questions, scores, and what people see -------------------------------------------
 
     def question(self, phase: str, i: int) -> tasks.Task:
-        """The i-th question of a phase: generated, or from a shuffle of the data per
-        epoch."""
+        """The i-th question of a phase: generated, or of the data, shuffled per epoch."""
         config = self.config
         if self.questions is None:
             return tasks.make(config.task, random.Random(f"{config.seed} {phase} {i}"))
@@ -468,8 +469,6 @@ class Trainer:
         row = update | metrics.describe(rollouts, per_tree) | {
             "phase": "grpo", "step": state["step"], "skipped": state["skipped"],
             "own_correlation": grpo.own_correlation(rollouts, per_tree)}
-        if self.model.rank:
-            row["merge_gap"] = self.model.merge_gap(self.sampler.model)
         self.run.log(row)
         print(metrics.line(row, self.config.steps))
         if state["step"] % SHOW_EVERY == 0:

@@ -94,7 +94,8 @@ def watched_step(trainer, number, split):
         return [rows[:split], rows[split:]][world.rank:world.rank + 1]
 
     trainer.optimizer_step = watch
-    trainer.sampler = SimpleNamespace(load=lambda model: None, stats={"seconds": 0.0})
+    trainer.sampler = SimpleNamespace(load=lambda model: None, stats={"seconds": 0.0},
+                                      model=model.merged_copy())
     trainer.collect = lambda step: trees(number)
     trainer.show = lambda rollouts, metrics: found.update(metrics=metrics)
     trainer.reference = None
@@ -426,8 +427,8 @@ def test_ctrl_c_ends_all_ranks_and_the_run_resumes(tmp_path, monkeypatch):
     out = tmp_path / "run"
     run = subprocess.Popen([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)),
                             "train.py", *SHORT, "--steps", "500", "--save-every", "1",
-                            "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
-                           stderr=subprocess.PIPE, start_new_session=True)
+                            "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL,
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not (out / "checkpoints" / "grpo-000002").exists():
         assert run.poll() is None
         time.sleep(0.2)

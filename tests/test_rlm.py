@@ -325,7 +325,8 @@ def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
 
 def test_a_batch_larger_than_the_node_budget_gets_exactly_its_results_in_order():
     root = run({(): block("a = rlm_query_batched('q', list('abcde'))\n"
-                          "b = llm_query('late')\nFINAL([a, b])"), "*": block("FINAL(context * 2)")}, max_nodes=4)
+                          "b = llm_query('late')\nFINAL([a, b])"),
+                "*": block("FINAL(context * 2)")}, max_nodes=4)
     values, late = root.answer
     assert len(values) == 5 and values[:3] == ["aa", "bb", "cc"]
     for error in (*values[3:], late):
