@@ -2,8 +2,8 @@
 
 Sums what is held at the same time in an update, the fullest moment of a step. Counted:
 weights, gradients, Adam's two moments, the sampler's copy and cache, what the forward pass
-keeps for the backward pass, and the largest temporary tensors of both. Of several ranks each
-has a share of the trained model and a sampler of its own.
+keeps for the backward pass, and the largest temporary tensors of both. Of several ranks,
+each has a share of the trained model and a sampler of its own.
 
 Left out: the process itself (torch is 0.3 GB on a CPU, a CUDA context 0.5 GB), a sampler's
 prefill (smaller than an update of the same rows), a reference model, and fragmentation.
