@@ -1,7 +1,6 @@
 """The pages say what is there: links, files, flags and sizes; and the files of
 docs/extending.md work as they stand, from a directory outside of the repository."""
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 import eval as evaluation
 import train
+from conftest import SHORT, command
 from tree import Node, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,8 +21,6 @@ EXTENDING = TEXTS[ROOT / "docs" / "extending.md"]
 EXAMPLES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING,
                            re.DOTALL | re.MULTILINE))
 COMMANDS = re.findall(r"^python ~/rlm/(\w+)\.py (.*)$", EXTENDING, re.MULTILINE)
-SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
-         "--heldout 3").split()
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -75,7 +73,7 @@ def test_every_page_is_linked_from_the_readme():
 
 @pages
 def test_flags_in_commands_exist(page, monkeypatch, capsys):
-    run(evaluation, monkeypatch, "--help")
+    command(evaluation, monkeypatch, "--help")
     known = {
         "train": {"--" + field.name.replace("_", "-") for field in fields(train.Config)},
         "eval": set(re.findall(r"--[\w-]+", capsys.readouterr().out)),
@@ -111,16 +109,6 @@ def test_the_readme_is_short_and_has_the_command_that_runs_the_tests():
 
 # --- the examples -------------------------------------------------------------------------
 
-def run(module, monkeypatch, *arguments):
-    """The exit status or message of a command line; None if it returned."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
-    try:
-        module.main()
-    except SystemExit as stop:
-        return stop.code
-    return None
-
-
 def commands(program, word):
     """The arguments of the page's commands with this program and this word in them."""
     found = [arguments.split() for name, arguments in COMMANDS if name == program]
@@ -143,11 +131,11 @@ def trained(elsewhere):
     [arguments] = commands("train", "rooms.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(elsewhere)
-        assert run(train, patch, *arguments, *SHORT) is None
+        assert command(train, patch, *arguments, *SHORT) is None
     return elsewhere / "runs" / "rooms"
 
 
-def test_the_page_has_three_files_of_15_to_40_lines():
+def test_the_page_has_three_files_of_at_most_40_lines():
     assert list(EXAMPLES) == ["rooms.py", "brief.py", "rloo.py"]
     for source in EXAMPLES.values():
         assert len(source.splitlines()) <= 40
@@ -158,7 +146,7 @@ def test_the_page_has_three_files_of_15_to_40_lines():
 def test_the_oracle_answers_the_examples(name, elsewhere, monkeypatch, capsys):
     arguments = next(a for a in commands("eval", name) if "oracle" in a)
     monkeypatch.chdir(elsewhere)
-    assert run(evaluation, monkeypatch, *arguments) is None
+    assert command(evaluation, monkeypatch, *arguments) is None
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:5] == ["4", "1.000"]
 
@@ -167,14 +155,16 @@ def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):
     assert (trained / "final" / "model.safetensors").exists()
     [arguments] = [a for a in commands("eval", "rooms.py") if "oracle" not in a]
     monkeypatch.chdir(trained.parent.parent)
-    assert run(evaluation, monkeypatch, *arguments, "--n", 2) is None
+    assert command(evaluation, monkeypatch, *arguments, "--n", 2) is None
     assert "rooms" in capsys.readouterr().out
 
 
-def test_the_example_reward_and_objective_train(elsewhere, monkeypatch):
+def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatch):
+    """Both in one run, which starts from a warm-up that other tests use as well."""
     [reward], [objective] = commands("train", "brief.py"), commands("train", "rloo.py")
     monkeypatch.chdir(elsewhere)
-    assert run(train, monkeypatch, *reward, *objective, *SHORT) is None
+    start = ["--model", short_run / "warmup", "--warmup-steps", 0]
+    assert command(train, monkeypatch, *reward, *objective, *SHORT, *start) is None
     assert (elsewhere / "runs" / "rloo" / "result.json").exists()
 
 
@@ -239,10 +229,11 @@ def test_a_mistake_names_file_and_line(name, tmp_path, trained, monkeypatch, cap
         # A step needs a model that samples; these trees stand in for what it would sample.
         monkeypatch.setattr(train.Trainer, "train",
                             lambda self: self.objective(trees, self.config))
-        message = run(train, monkeypatch, flag, file, "--model", trained / "init",
+        message = command(train, monkeypatch, flag, file, "--model", trained / "init",
                       "--heldout", 1, "--warmup-steps", 0)
     else:
-        message = run(evaluation, monkeypatch, "--policy", "oracle", flag, file, "--n", 1)
+        arguments = ["--policy", "oracle", flag, file, "--n", 1]
+        message = command(evaluation, monkeypatch, *arguments)
 
     assert isinstance(message, str) and "\n" not in message  # one line, and exit status 1
     assert str(file) in message and says in message
@@ -255,5 +246,5 @@ def test_a_mistake_names_file_and_line(name, tmp_path, trained, monkeypatch, cap
 def test_training_tells_a_mistake_in_a_task_as_well(tmp_path, monkeypatch):
     (tmp_path / "unscored.py").write_text(MAKE)
     monkeypatch.chdir(tmp_path)
-    message = run(train, monkeypatch, "--task", "unscored.py")
+    message = command(train, monkeypatch, "--task", "unscored.py")
     assert "unscored.py: there is no function score" in message and "\n" not in message
