@@ -160,10 +160,7 @@ class Trainer:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
             warms_from = config.model or start.weights  # a warm-up's checkpoint is float32
             self.frozen = frozen_dtype(start.weights if in_grpo else warms_from)
-            self.plan = make_plan(shape, self.rlm.window, self.frozen, config, world)
-            # Attention of a token to T others costs T times this share of its other work.
-            heads = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
-            self.attention_cost = heads / self.plan.parameters[0]
+            self.plan = plan.of_run(config, shape, self.rlm.window, self.frozen, world)
             print(self.plan.table())
             problem = (self.plan.problem(warms_up, world.size)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
@@ -377,7 +374,7 @@ class Trainer:
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
-        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.attention_cost,
+        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.plan.attention_cost,
                                     self.world.rank, self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
@@ -573,15 +570,6 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
     return trees
 
 
-def make_plan(shape: Qwen3Config, window: int, frozen: torch.dtype, config: Config,
-              world: World) -> plan.Plan:
-    """What the run needs in memory. On a CPU the ranks of a machine share it."""
-    share = 1 if DEVICE == "cuda" else world.local_size
-    return plan.Plan(shape, window, max(window, config.micro_tokens), config.lora_rank,
-                     frozen.itemsize, config.recompute, plan.device_bytes(DEVICE) // share,
-                     COMPUTE.itemsize, moment=2 if config.bf16_states else 4)
-
-
 def plan_without_loading(config: Config, world: World) -> plan.Plan:
     """What the run needs in memory, from config.json and rlm.json alone."""
     check(config, world.size)
@@ -589,7 +577,7 @@ def plan_without_loading(config: Config, world: World) -> plan.Plan:
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
         window = rlm.load_config(config.model, shape.max_position_embeddings).window
-    return make_plan(shape, window, frozen_dtype(config.model), config, world)
+    return plan.of_run(config, shape, window, frozen_dtype(config.model), world)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from runtime.device import COMPUTE, DEVICE
+
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
 DEVICE_SHARE = 0.9  # of the device, for the cache and everything else together
@@ -74,6 +76,11 @@ class Plan:
         # An adapter of a matrix has `rank` rows of its inputs and as many of its outputs.
         ends = 2 * (D + H) + 2 * (D + K) + 3 * (D + M)
         return model, layers * self.rank * ends
+
+    @property
+    def attention_cost(self) -> float:
+        """Attention to T tokens costs T times this share of all other work for a token."""
+        return self.config.num_hidden_layers * self.widths[1] / self.parameters[0]
 
     def need(self, ranks: int = 1, sampling: bool = True) -> dict[str, int]:
         """Bytes of each of PARTS on each of `ranks`; the warm-up needs no sampler."""
@@ -207,6 +214,16 @@ class Plan:
             line("cache tokens", [f"{count:,}" for count in tokens]),
             f"the device has {self.have / unit:,.2f} {name}",
         ])
+
+
+def of_run(config, shape, window: int, frozen: torch.dtype, world) -> Plan:
+    """The plan of a run with these flags, for a model of this shape.
+
+    On a CPU the ranks of a machine share its memory."""
+    sharing = 1 if DEVICE == "cuda" else world.local_size
+    return Plan(shape, window, max(window, config.micro_tokens), config.lora_rank,
+                frozen.itemsize, config.recompute, device_bytes(DEVICE) // sharing,
+                COMPUTE.itemsize, moment=2 if config.bf16_states else 4)
 
 
 def device_bytes(device: str) -> int:
