@@ -231,16 +231,16 @@ class Trainer:
             longer = evaluation.heldout_tasks(config.heldout, config.task, times=4)
             self.evaluate("heldout_4x", longer)
         run.save_model("final")
+        gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
-            self.report(last, final)
+            self.report(last, final, gaps)
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
 
     # --- the warm-up ----------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Supervised steps on the assistant's tokens of scripted trees, or of a
-        teacher's."""
+        """Supervised steps on what scripts said, or what a teacher said."""
         config, run = self.config, self.run
         if not config.warmup_steps:
             return
@@ -472,7 +472,7 @@ class Trainer:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
             print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
 
-    def report(self, last: list[Rollout], final: list[Rollout]) -> None:
+    def report(self, last: list[Rollout], final: list[Rollout], gaps: dict) -> None:
         """OUT/report.html: the scores, the curves, the trees of the last step with their
         advantages, and held-out trees with their gaps between trainer and sampler."""
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
@@ -483,7 +483,7 @@ class Trainer:
             self.run.path("report.html"), "Training run", asdict(self.config), rows,
             trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
             advantages={tree.root: a for tree, a in zip(last, advantages)},
-            gaps=evaluation.gaps(self.model, final))
+            gaps=gaps)
 
 
 # ------------------------------------------------------------------------------------------
