@@ -10,10 +10,8 @@ a file. Every method gets the same ones. Scores are means with 95 % bootstrap in
 methods are compared question by question. Trees that the machine or a server lost are
 counted apart and stay out of the means.
 
-With --json, --html or --save, every answer, and every reply that was paid for, goes to a
-journal beside that file as soon as it is there. --resume continues from it and pays for
-nothing twice. A run that ends early (budget, key, server, Ctrl-C) waits for the replies on
-their way and writes its results so far.
+With --json, --html or --save, every answer and every paid reply goes to a journal beside
+that file at once; --resume continues from it and pays for nothing twice.
 
 All but the last section is a library that train.py uses as well. The command line runs
 lab/compare.py, which adds other methods, servers, the journal and the report page. Left
@@ -23,8 +21,6 @@ import argparse
 import asyncio
 import inspect
 import itertools
-import json
-import os
 import random
 import sys
 import time
@@ -60,25 +56,14 @@ def heldout_tasks(n: int, task: str = "evidence", seed: int = 0,
                   times: int = 1) -> list[Task]:
     """n generated questions that training never saw, `times` as long as usual.
 
-    `task` is the name of a kind, or the path of somebody's own."""
-    return [make_question(task, i, seed, times=times) for i in range(n)]
-
-
-def make_question(kind: str, i: int, seed: int, length: int | None = None, times: int = 1,
-                  heldout: bool = True) -> Task:
-    """The i-th generated question of a seed, with a context of `length` tokens.
-
-    Without a length it is `times` the kind's usual one. Raises ValueError for a length that
-    the kind cannot have."""
-    source = "heldout" if heldout else "teacher"
-    if length is not None:
-        rng = random.Random(f"{source} {seed} {kind} {length} {i}")
-        return tasks.make(kind, rng, tokens=length, heldout=heldout)
+    `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
+    length that the kind cannot have."""
+    tokens = None
     if times > 1:
         # A kind without TOKENS has one length: tasks.make refuses to make another.
-        length = times * getattr(tasks.load(kind), "TOKENS", 0)
-    rng = random.Random(f"{source} {seed} {i}")
-    return tasks.make(kind, rng, tokens=length, heldout=heldout)
+        tokens = times * getattr(tasks.load(task), "TOKENS", 0)
+    return [tasks.make(task, random.Random(f"heldout {seed} {i}"), tokens, heldout=True)
+            for i in range(n)]
 
 
 def context_tokens(task: Task, tokenizer: Tokenizer) -> int:
@@ -112,7 +97,7 @@ def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMCon
     if all(record["failed"] for record in records):
         raise REPLError(f"every tree was lost: {records[0]['failed']}")
     length = np.mean([context_tokens(task, tokenizer) for task in questions[:16]])
-    row = summary(list(records), questions[0].kind, method, round(float(length)))
+    row = summary(list(records), questions[0].kind, round(float(length)), method)
     return row, list(rollouts)
 
 
@@ -235,7 +220,7 @@ def tokens(node: Node) -> int:
 # ------------------------------------------------------------------------------------------
 # Statistics
 
-def summary(records: list[dict], task: str, method: str, length: int | None) -> dict:
+def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
     """One row of the table: means per question, over the questions that did not fail."""
     scored = [r for r in records if not r["failed"]]
 
@@ -305,14 +290,6 @@ def gaps(model: Qwen3, rollouts: list[Rollout]) -> dict[Node, list[float]]:
     return found
 
 
-def read_metrics(path: str) -> list[dict]:
-    """The lines of a run's metrics.jsonl; none if there is no such file."""
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def write_report(path: str, title: str, settings: dict, rows: list[dict], **parts) -> None:
     """Write a run or an evaluation as one HTML page; lab.report.page tells the `parts`."""
     from lab import report
@@ -330,15 +307,14 @@ def read_flags() -> argparse.Namespace:
         epilog="The key of --api is read from OPENAI_API_KEY.")
     add = parser.add_argument_group("who answers").add_argument
     add("--model", help="checkpoint directory; with another --policy only its tokenizer "
-        "and rlm.json are used (default: none)")
+        "and rlm.json are used")
     add("--policy", help="model, api, oracle (a script that knows how the questions are "
         "made) or keyword (one that looks for a word) (default: model, or api with --api)")
     add("--children", help="who answers below the root: the same names, or api:NAME for "
         "another model of the server (default: as --policy)")
     add("--methods", help="direct, compaction, retrieval, rlm0, rlm1, rlm2, rlm1-bare, ... "
         "(default: the rlm that the checkpoint was trained as, else rlm1)")
-    add("--window", type=int, help="tokens of a conversation, at most (default: "
-        "rlm.json's)")
+    add("--window", type=int, help="tokens of a conversation, at most (default: rlm.json's)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     add("--top-p", type=float, default=1.0, help="of --model: sample from the most likely "
         "tokens that together have this probability (default 1.0: from all)")
@@ -350,24 +326,19 @@ def read_flags() -> argparse.Namespace:
         "path/to/my_task.py (default evidence)")
     add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
         "(default: the kind's usual length)")
-    add("--times", type=int, default=1, help="without --lengths: so many times the usual "
-        "length (default 1)")
-    add("--data", help="JSONL file of questions of the kind in --tasks (default: "
-        "generated)")
+    add("--data", help="JSONL file of questions of the kind in --tasks (default: generated)")
     add("--split", choices=("heldout", "train"), help="questions kept from training, or "
-        "those of training, for --save and train.py --warmup (default: heldout; all of "
-        "--data)")
+        "those of training (default: heldout; all of --data)")
     add("--n", type=int, help="questions per kind and length (default 128, or the file's)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
-    add("--reward", help="file.py or file.py:function that scores the answers in place of "
-        "the task (default: none)")
+    add("--reward", help="file.py or file.py:function that scores in place of the task")
 
-    api.add_flags(parser.add_argument_group("a server"))
+    api.add_flags(parser.add_argument_group("a server").add_argument)
 
     add = parser.add_argument_group("results").add_argument
-    add("--json", help="write rows, differences and records to this file (default: none)")
-    add("--html", help="write the report, one page, to this file (default: none)")
-    add("--save", help="write the trees to this JSONL file (default: none)")
+    add("--json", help="write rows, differences and records to this file")
+    add("--html", help="write the report, one page, to this file")
+    add("--save", help="write the trees to this JSONL file")
     add("--resume", action="store_true", help="continue from the journal of these files")
     return parser.parse_args()
 

@@ -14,7 +14,8 @@ What can go wrong, and what follows:
 Every reply is kept in Account.paid under a digest of its request, and is returned again if
 the same request is made: a tree that is run once more pays only for what is new.
 
-Left out: streaming, proxies, HTTP/2, logprobs. Standard library and tree.py; no threads.
+Each open request waits in a thread, since the standard library's client blocks. Left out:
+streaming, logprobs. Standard library and tree.py.
 """
 import argparse
 import asyncio
@@ -22,9 +23,11 @@ import hashlib
 import json
 import os
 import random
-import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPMessage
+from urllib import request
 from urllib.parse import urlsplit
 
 from tree import Completion, Node
@@ -35,7 +38,7 @@ BACKOFF = 0.5  # seconds before the first retry; doubled for each next one, and 
 #                by a draw from [0.5, 1.5), so that not all callers come back at once
 LONGEST_WAIT = 60.0  # seconds, whatever Retry-After says
 MAX_REPLY = 32_000_000  # bytes
-MALFORMED = (EOFError, ValueError, asyncio.LimitOverrunError, RecursionError)
+THREADS = ThreadPoolExecutor(1000)  # made as needed; asyncio's own pool has too few
 
 
 class Stop(Exception):
@@ -46,6 +49,15 @@ class Stop(Exception):
 class APIError(Exception):
     """One request that failed for good; its question is lost."""
     final = True  # eval.ask does not run the tree again
+
+
+class AnyStatus(request.HTTPErrorProcessor):
+    """Returns every reply as it is. No redirect is followed: it would get the key."""
+
+    def http_response(self, asked, reply):
+        return reply
+
+    https_response = http_response
 
 
 @dataclass(eq=False)
@@ -59,27 +71,23 @@ class Account:
     retries: int = 0
     paid: dict[str, Completion] = field(default_factory=dict)
     on_paid: Callable[[str, Completion], None] = lambda name, completion: None
-    held: dict[int, tuple[int, float]] = field(default_factory=dict)  # tokens and dollars
-    #                                                    reserved, by the id of a request
+    held: list[tuple[int, float]] = field(default_factory=list)  # tokens and dollars that
+    #                                                             open requests may take
     open: set[asyncio.Task] = field(default_factory=set)  # requests on their way
     closing: bool = False  # the run ends: nothing is asked again
 
-    async def reserve(self, request: int, tokens: int, dollars: float) -> None:
+    async def reserve(self, tokens: int, dollars: float) -> None:
         """Set aside what a request may cost. Waits while open requests might yet leave
         enough; raises Stop if they could not."""
-        while True:
-            problem = self.over(tokens, dollars)
-            if problem:
+        while problem := self.over([*self.held, (tokens, dollars)]):
+            if self.over([(tokens, dollars)]):
                 raise Stop(problem)
-            held_tokens = sum(t for t, _ in self.held.values())
-            held_dollars = sum(d for _, d in self.held.values())
-            if not self.over(tokens + held_tokens, dollars + held_dollars):
-                self.held[request] = (tokens, dollars)
-                return
             await asyncio.sleep(0.02)
+        self.held.append((tokens, dollars))
 
-    def over(self, tokens: int, dollars: float) -> str:
-        """Why so much more cannot be used; "" if it can."""
+    def over(self, requests: list[tuple[int, float]]) -> str:
+        """Why requests that may take so much do not fit; "" if they do."""
+        tokens, dollars = map(sum, zip(*requests))
         for used, more, most, unit in (
                 (self.tokens, tokens, self.max_tokens, "tokens"),
                 (self.dollars, dollars, self.max_dollars, "dollars")):
@@ -111,15 +119,18 @@ class API:
     def __init__(self, url: str, model: str, account: Account, temperature: float = 1.0,
                  timeout: float = 600.0, price: tuple | None = None):
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        odd = parts.username or parts.query or parts.port == 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or odd:
             raise ValueError(f"{url!r} is no http(s)://host[:port]/path")
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not self.key.isprintable() or not self.key.isascii():
             raise ValueError("OPENAI_API_KEY holds characters that no key has")
-        self.path = parts.path.rstrip("/").removesuffix("/chat/completions")
-        self.path += "/chat/completions"
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.host, self.port = parts.hostname, parts.port or (443 if self.tls else 80)
+        self.endpoint = url.rstrip("/").removesuffix("/chat/completions")
+        self.endpoint += "/chat/completions"
+        self.fields = {"Content-Type": "application/json", "User-Agent": "eval.py"}
+        if self.key:
+            self.fields["Authorization"] = f"Bearer {self.key}"
+        self.opener = request.build_opener(AnyStatus)
         self.url, self.model, self.account = url, model, account
         self.temperature, self.timeout, self.price = temperature, timeout, price
         self.answered = False  # has any request of this run come through?
@@ -130,22 +141,23 @@ class API:
         messages = [
             {"role": turn.role, "content": turn.text.encode("utf-8", "replace").decode()}
             for turn in node.turns]
-        request = repr((self.model, self.temperature, max_tokens, key, messages))
-        name = hashlib.blake2b(request.encode(), digest_size=16).hexdigest()
+        asked = repr((self.model, self.temperature, max_tokens, key, messages))
+        name = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
         if name in self.account.paid:
             return self.account.paid[name]
         characters = sum(len(m["content"]) + 16 for m in messages)  # 16: a message's markup
         async with self.account.gate:
             expected = round(characters * self.per_character)
-            dollars = self.cost(expected, 0, max_tokens) or 0.0
-            await self.account.reserve(id(messages), expected + max_tokens, dollars)
-            task = asyncio.create_task(self.fetch(messages, max_tokens, name))
+            held = (expected + max_tokens, self.cost(expected, 0, max_tokens) or 0.0)
+            await self.account.reserve(*held)
+            task = asyncio.create_task(self.fetch(messages, max_tokens, name, held))
             self.account.open.add(task)
             done = await asyncio.shield(task)  # goes on if the run ends: see Account.drain
         self.per_character = max(self.per_character, done.usage["prompt"] / characters)
         return done
 
-    async def fetch(self, messages: list[dict], max_tokens: int, name: str) -> Completion:
+    async def fetch(self, messages: list[dict], max_tokens: int, name: str,
+                    held: tuple[int, float]) -> Completion:
         """Ask, and keep what was paid for."""
         account = self.account
         try:
@@ -155,7 +167,7 @@ class API:
             account.on_paid(name, done)
             return done
         finally:
-            del account.held[id(messages)]
+            account.held.remove(held)
             account.open.discard(asyncio.current_task())
 
     def cost(self, prompt: int, reused: int, sampled: int) -> float | None:
@@ -167,7 +179,8 @@ class API:
     async def ask(self, messages: list[dict], max_tokens: int, name: str) -> Completion:
         """Send a request until it is answered. Raises Stop or APIError, as the top of this
         file says."""
-        rng, problem, status, asked = random.Random(name), "", 0, 0.0
+        loop, rng = asyncio.get_running_loop(), random.Random(name)
+        problem, status, asked = "", 0, 0.0
         for attempt in range(RETRIES + 1):
             wait = BACKOFF * 2 ** (attempt - 1) * (0.5 + rng.random())
             if attempt:
@@ -180,25 +193,26 @@ class API:
                     "temperature": self.temperature, self.limit_field: max_tokens}
             try:
                 async with asyncio.timeout(self.timeout):
-                    status, fields, raw = await self.post(json.dumps(body).encode())
+                    status, fields, raw = await loop.run_in_executor(
+                        THREADS, self.post, json.dumps(body).encode())
                 self.answered = True
                 if status == 200:
                     return self.read(raw, messages, max_tokens)
             except TimeoutError:
                 status, problem = -1, f"no reply within {self.timeout:g} s"
                 continue
+            except (HTTPException, ValueError, RecursionError) as error:
+                said = self.complaint(str(error).encode())
+                status, problem = -1, f"a reply that is cut or malformed ({said})"
+                continue
             except OSError as error:
                 status, problem = 0, str(error) or repr(error)
                 continue
-            except MALFORMED as error:
-                status, problem = -1, f"a reply that is cut or malformed ({error!s:.100})"
-                continue
 
             problem = f"status {status} ({self.complaint(raw)})"
-            if status in (401, 402, 403) and self.key:
-                raise Stop(f"{self.url} refuses the key in OPENAI_API_KEY: {problem}")
             if status in (401, 402, 403):
-                raise Stop(f"{self.url} wants a key; OPENAI_API_KEY is not set: {problem}")
+                verb = "refuses the" if self.key else "wants a"
+                raise Stop(f"{self.url} {verb} key in OPENAI_API_KEY: {problem}")
             if status == 404 or 300 <= status < 400:
                 raise Stop(f"{self.url} has no model {self.model!r} there: {problem}")
             if status == 400 and b"max_completion_tokens" in raw and "max_tokens" in body:
@@ -206,7 +220,7 @@ class API:
             elif status < 500 and status not in (408, 409, 429):
                 raise APIError(f"{self.url}: {problem}")
             try:
-                asked = float(fields.get("retry-after", 0))
+                asked = float(fields.get("Retry-After", 0))
             except ValueError:  # it may be a date
                 pass
 
@@ -215,52 +229,14 @@ class API:
             raise Stop(message)  # no server, or no more for us: others would fare alike
         raise APIError(message)
 
-    async def post(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """One request on a connection of its own -> status, header fields, body."""
-        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.tls)
-        try:
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            head = [f"POST {self.path} HTTP/1.1", f"Host: {host}:{self.port}",
-                    "Content-Type: application/json", f"Content-Length: {len(body)}",
-                    "Accept: application/json", "Connection: close"]
-            if self.key:
-                head.append(f"Authorization: Bearer {self.key}")
-            writer.write("\r\n".join([*head, "", ""]).encode() + body)
-            await writer.drain()
-
-            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            status = int(lines[0].split(" ")[1]) if " " in lines[0] else 0
-            if not 200 <= status < 600:
-                raise ValueError(f"not HTTP: {lines[0]!r:.60}")
-            fields = {}
-            for line in lines[1:]:
-                name, _, value = line.partition(":")
-                fields[name.strip().lower()] = value.strip()
-            return status, fields, await self.body(reader, fields)
-        finally:
-            writer.close()
-
-    async def body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
-        if "chunked" in fields.get("transfer-encoding", "").lower():
-            parts, total = [], 0
-            while size := int((await reader.readline()).split(b";")[0], 16):
-                total += self.checked(size)
-                self.checked(total)
-                parts.append(await reader.readexactly(size))
-                await reader.readexactly(2)
-            return b"".join(parts)
-        if "content-length" in fields:
-            return await reader.readexactly(self.checked(int(fields["content-length"])))
-        raw = b""
-        while part := await reader.read(1 << 16):
-            raw += part
-            self.checked(len(raw))
-        return raw
-
-    def checked(self, size: int) -> int:
-        if not 0 <= size <= MAX_REPLY:
-            raise ValueError(f"a body of {size} bytes")
-        return size
+    def post(self, body: bytes) -> tuple[int, HTTPMessage, bytes]:
+        """One request on a connection of its own -> status, header fields, body. Blocks."""
+        asked = request.Request(self.endpoint, body, self.fields)
+        with self.opener.open(asked, timeout=self.timeout) as reply:
+            raw = reply.read(MAX_REPLY + 1)
+        if len(raw) > MAX_REPLY:
+            raise ValueError(f"more than {MAX_REPLY:,} bytes")
+        return reply.status, reply.headers, raw
 
     def read(self, raw: bytes, messages: list[dict], max_tokens: int) -> Completion:
         """A reply's text and usage. Raises ValueError if it is not the protocol."""
@@ -287,7 +263,7 @@ class API:
             "dollars": self.cost(prompt, reused, sampled)})
 
     def complaint(self, raw: bytes) -> str:
-        """What an error's body says, in one line, and without the key if it quotes it."""
+        """What a server says, in one line, and without the key if it quotes it."""
         text = raw[:1000].decode("utf-8", "replace")
         try:
             text = str(json.loads(raw)["error"]["message"])
@@ -302,9 +278,8 @@ class API:
 # ------------------------------------------------------------------------------------------
 # The command line
 
-def add_flags(group) -> None:
-    """Add the flags of a server to a group of argparse."""
-    add = group.add_argument
+def add_flags(add: Callable) -> None:
+    """The flags of a server; `add` is add_argument of argparse."""
     add("--api", metavar="URL", help="OpenAI-compatible, as http://localhost:8000/v1")
     add("--api-model", metavar="NAME", help="its model")
     add("--price", help="dollars per million tokens IN,OUT or IN,OUT,CACHED (default: "

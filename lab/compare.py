@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import re
 import sys
 from collections import Counter
@@ -66,25 +67,26 @@ class Comparison:
         if args.reward:
             self.score = handed_in.load_reward(args.reward)
         kinds = [self.load_kind(spec) for spec in split(args.tasks)]
-        self.questions = self.read_data(kinds) if args.data else None
+        self.questions = self.read_data(kinds[0]) if args.data else None
         self.numbers = range(len(self.questions) if args.data else args.n or 128)
         self.methods = self.choose_methods()
-        lengths = [positive(text, "--lengths") for text in split(args.lengths)] or [None]
+        lengths = [int(text) for text in split(args.lengths)] or [None]
         self.cells = list(itertools.product(kinds, lengths, self.methods))
 
         self.model, self.sampler = None, None
         self.policies = {}  # a script is another policy for each question
-        for spec in self.speakers - SCRIPTS.keys():
-            if spec == "model":
-                self.policies[spec] = self.load_model()
-            else:
-                self.policies[spec] = api.from_flags(args, spec[4:], self.account)
+        for spec in self.speakers - SCRIPTS.keys() - {"model"}:
+            self.policies[spec] = api.from_flags(args, spec[4:], self.account)
+        if "model" in self.speakers:
+            self.model = Qwen3.from_pretrained(args.model, COMPUTE, DEVICE)
+            self.sampler = Sampler(self.model, window=window)
+            self.policies["model"] = rlm.local_policy(
+                self.sampler, self.tokenizer, args.temperature, args.top_p)
 
     def check(self) -> None:
         """Raises ValueError for flags that are wrong alone or do not fit together."""
         a = self.args
-        for name in ("n", "times", "window", "concurrency", "timeout", "budget_tokens",
-                     "budget_dollars"):
+        for name in "n window concurrency timeout budget_tokens budget_dollars".split():
             value = getattr(a, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0")
@@ -93,26 +95,31 @@ class Comparison:
             if not re.fullmatch("model|api|oracle|keyword|api:.+", spec):
                 raise ValueError(
                     f"no policy {spec!r}; there are model, api, oracle, keyword")
-            if spec == "model" and not a.model:
-                raise ValueError("--model DIR is needed, or --api URL, or --policy oracle")
-            if spec.startswith("api") and not (a.api and a.api_model):
-                raise ValueError(f"{spec} needs --api URL and --api-model NAME")
 
-        if a.api and not self.uses_api:
-            raise ValueError("--api is given, but neither root nor children use it")
-        if a.budget_dollars and not a.price:
-            raise ValueError("--budget-dollars needs --price")
-        if a.data and a.lengths:
-            raise ValueError(
-                "--lengths is for generated questions, not for those of --data")
-        if a.data and "oracle" in self.speakers:
-            raise ValueError(
-                "the oracle knows how questions are generated; it has no --data")
-        if a.resume and not (a.json or a.html or a.save):
-            raise ValueError(
-                "--resume needs the --json, --html or --save of the run to resume")
+        outputs = list(filter(None, (a.json, a.html, a.save)))
+        lengths = split(a.lengths)
+        for wrong, why in (
+                ("model" in self.speakers and not a.model,
+                 "--model DIR is needed, or --api URL, or --policy oracle"),
+                (self.uses_api and not (a.api and a.api_model),
+                 "a server needs --api URL and --api-model NAME"),
+                (a.api and not self.uses_api,
+                 "--api is given, but neither root nor children use it"),
+                (a.budget_dollars and not a.price, "--budget-dollars needs --price"),
+                (not all(re.fullmatch("[1-9][0-9]*", text) for text in lengths),
+                 f"--lengths {a.lengths}: it is whole numbers, as 8000,128000"),
+                (a.data and lengths,
+                 "--lengths is for generated questions, not for those of --data"),
+                (a.data and "oracle" in self.speakers,
+                 "the oracle knows how questions are generated; it has no --data"),
+                (a.data and len(split(a.tasks)) != 1,
+                 "--data holds questions of one kind; --tasks names it"),
+                (a.resume and not outputs,
+                 "--resume needs the --json, --html or --save of the run to resume")):
+            if wrong:
+                raise ValueError(why)
 
-        for path in filter(None, (a.json, a.html, a.save)):
+        for path in outputs:
             folder = os.path.dirname(path) or "."
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"{path}: no such directory")
@@ -127,11 +134,9 @@ class Comparison:
                 raise ValueError(f"{spec}: this task has no function {name}")
         return Path(module.__file__).stem
 
-    def read_data(self, kinds: list[str]) -> list[Task]:
+    def read_data(self, kind: str) -> list[Task]:
         a = self.args
-        if len(kinds) != 1:
-            raise ValueError("--data holds questions of one kind; --tasks names it")
-        questions = tasks.read(a.data, kinds[0])
+        questions = tasks.read(a.data, kind)
         if a.split:
             questions = tasks.split(questions)[a.split == "heldout"]
         if a.n and a.n > len(questions):
@@ -152,12 +157,6 @@ class Comparison:
                     f"{name}: a script writes code for a REPL; it can be rlm0 to rlm2")
         return chosen
 
-    def load_model(self):
-        self.model = Qwen3.from_pretrained(self.args.model, COMPUTE, DEVICE)
-        self.sampler = Sampler(self.model, window=self.config.window)
-        return rlm.local_policy(self.sampler, self.tokenizer, self.args.temperature,
-                                self.args.top_p)
-
     def settings(self) -> dict:
         """What must not change between the parts of a resumed run: all but how many
         questions, which cells, and where things are written."""
@@ -166,7 +165,7 @@ class Comparison:
         handed = [spec for spec in (*split(a.tasks), *split(a.reward))
                   if handed_in.is_path(spec)]
         paths = {spec: re.sub(r"\.py:.*", ".py", spec) for spec in handed}
-        names = "model api api_model split seed times temperature top_p".split()
+        names = "model api api_model split seed temperature top_p".split()
         return {**{name: getattr(a, name) for name in names},
                 "policy": self.root, "children": self.below, "config": config,
                 "weights": self.model and digest_of_weights(a.model),
@@ -208,7 +207,8 @@ class Comparison:
         try:
             for cell in self.cells:
                 await self.answer_cell(cell)
-                row = summary(cell, self.journal.records(cell, self.numbers))
+                records = self.journal.records(cell, self.numbers)
+                row = evaluation.summary(list(records.values()), *cell)
                 print(report.table_line(row), flush=True)
         finally:
             await self.account.drain()
@@ -220,11 +220,7 @@ class Comparison:
         todo = [(i,) for i in self.numbers if i not in before or before[i]["failed"]]
 
         async def one(i: int) -> None:
-            if self.questions:
-                task = self.questions[i]
-            else:
-                task = evaluation.make_question(kind, i, a.seed, length, a.times,
-                                                heldout=a.split != "train")
+            task = self.question(kind, length, i)
             record, rollout = await evaluation.ask(
                 method, task, self.policy_for(task), self.tokenizer, self.config,
                 (a.seed, *cell, i), self.score)
@@ -236,17 +232,23 @@ class Comparison:
         with tqdm(total=len(todo), desc=label(*cell), leave=False, disable=None) as bar:
             await evaluation.side_by_side(one, todo, max(1, at_once))
 
+    def question(self, kind: str, length: int | None, i: int) -> Task:
+        if self.questions:
+            return self.questions[i]
+        heldout = self.args.split != "train"
+        source = f"{'heldout' if heldout else 'teacher'} {self.args.seed}"
+        if length:
+            source += f" {kind} {length}"
+        return tasks.make(kind, random.Random(f"{source} {i}"), length, heldout)
+
     def policy_for(self, task: Task):
         """The policy for one question's tree: one at the root, maybe another one below."""
-        def speaker(spec: str):
-            if spec in SCRIPTS:
-                return tasks.scripted(SCRIPTS[spec], task, self.tokenizer)
-            return self.policies[spec]
-
-        root, below = speaker(self.root), speaker(self.below)
-
         async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-            return await (below if node.path else root)(node, max_tokens, key)
+            spec = self.below if node.path else self.root
+            speaker = self.policies.get(spec)
+            if spec in SCRIPTS:
+                speaker = tasks.scripted(SCRIPTS[spec], task, self.tokenizer)
+            return await speaker(node, max_tokens, key)
         return policy
 
     # --- the results ----------------------------------------------------------------------
@@ -254,17 +256,18 @@ class Comparison:
     def write(self, cells: dict[tuple, dict[int, dict]], stopped: str) -> None:
         """Print what the table does not say, and write the files that were asked for."""
         a = self.args
-        rows = [summary(cell, records) for cell, records in cells.items()]
-        pairs = evaluation.differences(cells)
-        remarks = [note for row, records in zip(rows, cells.values())
-                   for note in notes(row, records)]
+        rows, remarks = [], []
+        for cell, records in cells.items():
+            rows.append(evaluation.summary(list(records.values()), *cell))
+            remarks += [f"{label(*cell)}: {note}" for note in notes(rows[-1], records)]
         if stopped:
             remarks.append(f"not finished: {stopped}")
+        pairs = evaluation.differences(cells)
         for d in pairs:
             if d["a"] == self.methods[0]:  # the other pairs are in --json and --html
-                where = f"{d['task']} {d['length']:,}" if d["length"] else d["task"]
-                print(f"{where}: {d['a']} - {d['b']} = {d['difference']:+.3f}  "
-                      f"[{d['low']:+.3f}, {d['high']:+.3f}]  n {d['n']}")
+                which = label(d["task"], d["length"], f"{d['a']} - {d['b']}")
+                print(f"{which} = {d['difference']:+.3f}  [{d['low']:+.3f}, "
+                      f"{d['high']:+.3f}]  n {d['n']}")
         for remark in remarks:
             print(remark)
         if self.uses_api:
@@ -274,9 +277,8 @@ class Comparison:
 
         if a.json:
             questions = [
-                {"task": kind, "length": length, "method": method, "i": i, **record}
-                for (kind, length, method), records in cells.items()
-                for i, record in records.items()]
+                dict(zip(("task", "length", "method"), cell), i=i, **record)
+                for cell, records in cells.items() for i, record in records.items()]
             write_json(a.json, {"settings": self.settings(), "rows": rows,
                                 "differences": pairs, "notes": remarks,
                                 "questions": questions})
@@ -291,32 +293,23 @@ class Comparison:
             gaps = {}
             if self.model and self.root == self.below:
                 gaps = evaluation.gaps(self.model, [rollout for _, rollout in trees])
-            of_training = os.path.join(a.model or "", "..", "metrics.jsonl")
             evaluation.write_report(
                 a.html, "Evaluation", self.settings(), rows, trees=trees,
-                tokenizer=self.tokenizer, metrics=evaluation.read_metrics(of_training),
-                gaps=gaps, differences=pairs, notes=remarks)
-
-
-def summary(cell: tuple[str, int | None, str], records: dict[int, dict]) -> dict:
-    kind, length, method = cell
-    return evaluation.summary(list(records.values()), kind, method, length)
+                tokenizer=self.tokenizer, gaps=gaps, differences=pairs, notes=remarks)
 
 
 def notes(row: dict, records: dict[int, dict]) -> list[str]:
     """What a reader of a row must know besides."""
-    lines, where = [], f"{row['task']} {row['method']}"
-    if row["length"]:
-        where += f" {row['length']:,}"
+    lines = []
     if row["seen"] is not None and row["seen"] < 0.9995:
         why = "time was up" if row["method"] == "compaction" else "the window was full"
-        lines.append(f"{where}: saw {row['seen']:.1%} of the context, then {why}")
+        lines.append(f"saw {row['seen']:.1%} of the context, then {why}")
     if row["unanswered"]:
         ends = ", ".join(f"{end} {n}" for end, n in row["ends"].items()
                          if end not in evaluation.ANSWERED)
-        lines.append(f"{where}: {row['unanswered']} of {row['n']} gave no answer ({ends})")
+        lines.append(f"{row['unanswered']} of {row['n']} gave no answer ({ends})")
     for why, n in Counter(r["failed"] for r in records.values() if r["failed"]).items():
-        lines.append(f"{where}: {n} failed: {why:.200}")
+        lines.append(f"{n} failed: {why:.200}")
     return lines
 
 
@@ -328,9 +321,3 @@ def split(text: str | None) -> list[str]:
     """The parts between commas, each once."""
     parts = [part.strip() for part in (text or "").split(",")]
     return list(dict.fromkeys(filter(None, parts)))
-
-
-def positive(text: str, flag: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{flag}: {text!r} is no whole number above 0")
-    return int(text)

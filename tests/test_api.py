@@ -120,11 +120,11 @@ def test_a_run_that_ends_keeps_the_replies_on_their_way(
     journal holds are the same."""
     server, out, post, sent = stub(delay=0.5), tmp_path / "r.json", API.post, []
 
-    async def interrupt(self, body):
+    def interrupt(self, body):
         sent.append(1)
         if len(sent) == 12:
             os.kill(os.getpid(), signal.SIGINT)
-        return await post(self, body)
+        return post(self, body)
 
     monkeypatch.setattr(API, "post", interrupt)
     # SIGINT is ignored by what a shell runs with &.
@@ -167,7 +167,7 @@ def test_an_unreachable_server_is_named(evaluate, monkeypatch):
 
 
 @pytest.mark.parametrize("key, says", [("wrong-key-1234", "refuses the key"),
-                                       ("", "OPENAI_API_KEY is not set")])
+                                       ("", "wants a key in OPENAI_API_KEY")])
 def test_a_wrong_key_ends_the_run_and_is_written_nowhere(
         key, says, stub, evaluate, tmp_path, monkeypatch):
     server = stub()

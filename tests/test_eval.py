@@ -106,18 +106,18 @@ def record(score, failed="", **more):
 def test_failures_stay_out_of_every_mean():
     records = [record(1.0, seconds=1.0), record(0.0, seconds=3.0, end="turns"),
                record(0.0, "lost", seconds=99.0, calls=50)]
-    row = evaluation.summary(records, "evidence", "rlm1", 8000)
+    row = evaluation.summary(records, "evidence", 8000, "rlm1")
     assert (row["n"], row["failed"], row["score"], row["unanswered"]) == (2, 1, 0.5, 1)
     assert (row["p50"], row["p95"], row["calls"]) == (2.0, pytest.approx(2.9), 2.0)
     assert row["ends"] == {"final": 1, "turns": 1} and row["dollars"] is None
-    lost = evaluation.summary(records[2:], "evidence", "rlm1", 8000)
+    lost = evaluation.summary(records[2:], "evidence", 8000, "rlm1")
     assert (lost["n"], lost["score"], lost["low"]) == (0, None, None)
 
 
 def test_a_price_unknown_for_one_question_is_unknown_for_the_mean():
     known = [record(1.0, dollars=0.5), record(1.0, dollars=1.5)]
-    assert evaluation.summary(known, "t", "m", 1)["dollars"] == 1.0
-    assert evaluation.summary([*known, record(1.0)], "t", "m", 1)["dollars"] is None
+    assert evaluation.summary(known, "t", 1, "m")["dollars"] == 1.0
+    assert evaluation.summary([*known, record(1.0)], "t", 1, "m")["dollars"] is None
 
 
 def test_differences_are_paired_and_skip_what_either_lost():
@@ -447,9 +447,8 @@ FILE = [*ORACLE, "--data", DATA]
     ([*ORACLE, "--methods", "direct"], "a script writes code"),
     ([*ORACLE, "--tasks", "chess"], "no task 'chess'; there are: evidence"),
     ([*ORACLE, "--tasks", "chess.py"], "chess.py: no such file"),
-    ([*ORACLE, "--tasks", "deep", "--times", "2"], "deep tasks have one size"),
     ([*ORACLE, "--tasks", "deep", "--lengths", "2000"], "deep tasks have one size"),
-    ([*ORACLE, "--lengths", "8k"], "--lengths: '8k' is no whole number"),
+    ([*ORACLE, "--lengths", "8k"], "--lengths 8k: it is whole numbers"),
     ([*ORACLE, "--tasks", "pairs", "--lengths", "90000000"], "2,000 to 100,000 tokens"),
     ([*ORACLE, "--n", "0"], "--n must be above 0"),
     ([*ORACLE, "--resume"], "--resume needs"),
@@ -466,6 +465,7 @@ FILE = [*ORACLE, "--data", DATA]
     (["--api", "http://localhost:1"], "--api-model"),
     (["--api", "localhost", "--api-model", "m"], "is no http"),
     (["--policy", "api"], "needs --api URL"),
+    (["--policy", "keyword", "--data", DATA, "--tasks", "hop,niah"], "of one kind"),
     ([*ORACLE, "--api", "http://x", "--api-model", "m"], "neither root nor children"),
     (["--api", "http://x", "--api-model", "m", "--budget-dollars", "1"], "needs --price"),
     (["--api", "http://x", "--api-model", "m", "--price", "cheap"], "--price cheap"),
