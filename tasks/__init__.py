@@ -29,9 +29,7 @@ and, if it likes, with some of these:
 
 Somebody's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: a list of all labels, a refusal or the question
-scores 0.
-
-Left out: prompts (rlm.py) and everything that runs a model. Standard library only.
+scores 0. Left out: prompts (rlm.py), and all that runs a model. Standard library only.
 """
 import importlib
 import inspect
@@ -46,6 +44,7 @@ from typing import Any
 
 from runtime import handed_in
 from runtime.handed_in import HandedInError
+from tasks.in_repl import source
 from tree import Completion, Node
 
 NAMES = ("evidence", "deep", "niah", "oolong", "pairs", "code", "hop")
@@ -83,8 +82,7 @@ def load(spec: str) -> ModuleType:
 
     module = handed_in.load_file(spec)
     kind = Path(spec).stem
-    taken = kind in (*NAMES, QUESTION) or _files.get(kind, module) is not module
-    if taken:
+    if kind in (*NAMES, QUESTION) or _files.get(kind, module) is not module:
         raise HandedInError(f"{spec}: another task is called {kind}; rename the file")
     for name in ("make", "score"):
         handed_in.function(module, name)  # raises HandedInError if it is not there
@@ -123,28 +121,7 @@ def part_score(task: Task, part: Any, answer: Any) -> float | None:
     return _call(task.kind, "part_score", task, part, answer)
 
 
-def scripted(script: Callable, task: Task, tokenizer):
-    """The policy that writes what script(task, node) returns, cut like a model's
-    message."""
-    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        text = script(task, node)
-        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
-        usage = {"prompt": size, "reused": 0}
-        if tokenizer is None:
-            stop = "stop" if len(text) <= 4 * max_tokens else "length"
-            text = text[:4 * max_tokens]
-            return Completion(text, stop=stop, usage=usage | {"sampled": len(text) // 4})
-        ids = [*tokenizer.encode(text), tokenizer.end_of_turn]
-        stop = "stop"
-        if len(ids) > max_tokens:
-            ids, stop = ids[:max_tokens], "length"
-            text = tokenizer.decode(ids)
-        return Completion(text, tuple(ids), (0.0,) * len(ids), stop,
-                          usage | {"sampled": len(ids)})
-    return policy
-
-
-def oracle(task: Task, node) -> str:
+def oracle(task: Task, node: Node) -> str:
     """The next message of a perfect policy. It may use how its questions are generated.
 
     Raises ValueError for a question from a file, and for a kind that has no oracle."""
@@ -153,17 +130,15 @@ def oracle(task: Task, node) -> str:
     return _call(task.kind, "oracle", task, node)
 
 
-def keyword(task: Task, node) -> str:
+def keyword(task: Task, node: Node) -> str:
     """The next message of a script that searches for one word of the question and answers
     with what is there. Raises ValueError for a kind that has none."""
     return _call(task.kind, "keyword", task, node)
 
 
-def demonstrate(task: Task, node, rng: random.Random) -> str:
-    """The next message of a scripted strategy, good or bad, which `rng` draws. A caller
-    that gives every turn of a node an equal rng lets the node keep its strategy.
-
-    A kind without such scripts shows its oracle. Raises ValueError if it has neither."""
+def demonstrate(task: Task, node: Node, rng: random.Random) -> str:
+    """The next message of a scripted strategy, good or bad, which `rng` draws: an equal rng
+    in every turn lets a node keep its strategy. Where there are none, the oracle's."""
     if hasattr(load(task.kind), "demonstrate"):
         return _call(task.kind, "demonstrate", task, node, rng)
     return oracle(task, node)
@@ -174,9 +149,9 @@ def _call(kind: str, name: str, *args: Any, **named: Any) -> Any:
     with its file and line."""
     module = load(kind)
     if not hasattr(module, name):
-        raise ValueError(f"the task {Path(module.__file__).stem} has no function {name}")
+        raise ValueError(f"the task {kind} has no function {name}")
     function = getattr(module, name)
-    if not module.__name__.startswith("tasks."):
+    if kind not in NAMES:
         function = handed_in.function(module, name)
     value = function(*args, **named)
     expected, fits = RETURNS[name]
@@ -205,6 +180,22 @@ RETURNS = {  # what each function of a kind returns, in words and as a check
 }
 
 
+def scripted(script: Callable, task: Task, tokenizer):
+    """The policy that writes what script(task, node) returns, cut like a model's message.
+    Without a tokenizer four characters count as a token."""
+    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
+        text = script(task, node)
+        ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
+        stop, sampled = "stop", len(ids) or len(text) // 4
+        if sampled > max_tokens:
+            stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
+            text = tokenizer.decode(ids) if tokenizer else text[:4 * max_tokens]
+        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
+        usage = {"prompt": size, "reused": 0, "sampled": sampled}
+        return Completion(text, ids, (0.0,) * len(ids), stop, usage)
+    return policy
+
+
 # ---------------------------------------------------------------------------------------
 # What a kind adds to the prompt and to the REPL
 
@@ -215,8 +206,6 @@ def strategy(kind: str) -> str:
 
 def tools(kind: str) -> str:
     """Source text of the functions that the REPL offers, with the imports they need."""
-    from tasks.in_repl import source
-
     return source(_tools(kind))
 
 

@@ -3,8 +3,7 @@
 Gold is a letter, "A" to "D". The score is exact.
 
 f calls g in another file, which calls h in a third. Two more files hold a g and an h with
-other numbers: only the imports tell which is meant, and the wrong choices are what the
-wrong ones give.
+other numbers, which give the wrong choices: only the imports tell which is meant.
 """
 import re
 
@@ -34,10 +33,8 @@ def make(rng, tokens=None, heldout=False):
     while True:  # until all choices differ
         numbers = [(rng.randrange(2, 40), rng.randrange(2, 10)) for _ in range(5)]
         x, (n_f, n_g, other_g, n_h, other_h) = rng.randrange(2, 100), numbers
-        values = []
-        for g_add, g_times in (n_g, other_g):
-            for h_add, h_times in (n_h, other_h):
-                values.append((x + n_f[0] + g_add + h_add) * h_times * g_times * n_f[1])
+        values = [(x + n_f[0] + one[0] + two[0]) * two[1] * one[1] * n_f[1]
+                  for one in (n_g, other_g) for two in (n_h, other_h)]
         if len(set(values)) == 4:
             break
 
@@ -54,11 +51,14 @@ def make(rng, tokens=None, heldout=False):
             files[path].insert(0, f"from {module} import {calls}\n\n")
 
     shown = rng.sample(values, 4)
-    choices = [f"({letter}) {value}" for letter, value in zip(LETTERS, shown)]
-    query = "\n".join([f"What does `{f}({x})` in {start} return?", *choices,
-                       "Answer with the letter."])
+    query = _query(f"What does `{f}({x})` in {start} return?", shown)
     context = {path: "".join(parts) for path, parts in files.items()}
     return query, context, LETTERS[shown.index(values[0])]
+
+
+def _query(question: str, choices: list) -> str:
+    choices = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices)]
+    return "\n".join([question, *choices, "Answer with the letter."])
 
 
 def _function(rng, name: str, add: int, times: int, calls: str = "") -> str:
@@ -82,8 +82,8 @@ def read(row):
     letter = field(row, "answer", str)
     if letter not in tuple(LETTERS):
         raise ValueError("field 'answer' is not A, B, C or D")
-    choices = [f"({c}) {field(row, f'choice_{c}', str)}" for c in LETTERS]
-    query = "\n".join([field(row, "question", str), *choices, "Answer with the letter."])
+    choices = [field(row, f"choice_{c}", str) for c in LETTERS]
+    query = _query(field(row, "question", str), choices)
     return query, field(row, "context", str, blank=False), letter
 
 
@@ -109,11 +109,10 @@ def describe(context, name):
 
 def oracle(task, node):
     if node.depth:
-        name = asked(node).split()[2]
-        return script(describe, name)
+        return script(describe, asked(node).split()[2])
     name, x, path = re.search(r"`(\w+)\((\d+)\)` in (\S+)", task.query).groups()
-    choices = re.findall(r"\(([A-D])\) (\d+)", task.query)
-    choices = {value: letter for letter, value in choices}
+    found = re.findall(r"\(([A-D])\) (\d+)", task.query)
+    choices = {value: letter for letter, value in found}
     return script(follow, name, int(x), path, choices)
 
 

@@ -5,8 +5,7 @@ Gold is a list of words. The score is the F1 over the different strings of an an
 Two papers of two sections of two paragraphs are nested lists. One word of each paragraph is
 in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
 the context and too long to be written as code, all words look alike and none occurs twice:
-to find the one that counts, somebody has to read the paragraph. The model's window (TINY)
-holds one paragraph.
+somebody has to read each paragraph, and the model's window (TINY) holds just one.
 """
 import random
 from itertools import product
@@ -14,8 +13,7 @@ from itertools import product
 from tasks.in_repl import TOOLS, block
 from tasks.text import CODAS, ONSETS, VOWELS, strings_in
 
-# A node has one message with room for one call, to two children at most, and a window that
-# a paragraph fits into, but not two.
+# A node has one message with room for one call, to two children at most.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,
         "limits": {"queries": 2}}
 

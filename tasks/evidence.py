@@ -2,10 +2,8 @@
 
 Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
 alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), with p the
-gold share of its characters.
-
-A generated paper has a title, an abstract and SENTENCES sentences, each about a made-up
-term. The question asks for the sentences about one term.
+gold share of its characters. Generated papers have sentences about made-up terms; the
+question asks for those about one term.
 """
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
@@ -69,26 +67,25 @@ def read(row):
     question = field(row, "question", str)
     context, gold, words = {}, {}, ""
     for i, paper in enumerate(field(row, "papers", list)):
-        where = f"papers[{i}]"
-        name = field(paper, "paperId", str, where)
-        parts = [field(paper, key, str, where) for key in ("title", "abstract", "text")]
+        where = f"papers[{i}]: "
+        name, *parts = (field(paper, key, str, where)
+                        for key in ("paperId", "title", "abstract", "text"))
         if name in context:
-            raise ValueError(f"{where}: field 'paperId' repeats {name!r}")
+            raise ValueError(f"{where}field 'paperId' repeats {name!r}")
         context[name] = paper_text(*parts)
         words += "".join(parts)
     if not words.strip():
         raise ValueError("field 'papers' is empty: the context would be empty")
 
     for i, entry in enumerate(field(row, "evidence", list)):
-        where = f"evidence[{i}]"
+        where = f"evidence[{i}]: "
         name = field(entry, "paperId", str, where)
         if name not in context:
-            raise ValueError(f"{where}: field 'paperId' is {name!r}, which 'papers' lacks")
-        for j, selection in enumerate(field(entry, "selections", list, where)):
-            at = f"{where}, selections[{j}]"
-            text = field(selection, "text", str, at).strip()
+            raise ValueError(f"{where}field 'paperId' is {name!r}, which 'papers' lacks")
+        for selection in field(entry, "selections", list, where):
+            text = field(selection, "text", str, where + "selections: ").strip()
             if not text or text not in context[name]:
-                raise ValueError(f"{at}: field 'text' does not occur in paper {name!r}: "
+                raise ValueError(f"{where}field 'text' does not occur in paper {name!r}: "
                                  f"{text[:60]!r}")
             gold.setdefault(name, []).append(text)
     if not gold:
@@ -100,11 +97,9 @@ MAX_SPANS = 2_000  # distinct strings in an answer; marking more could take minu
 
 
 def score(task, answer):
-    """Micro F1 over characters.
-
-    Every occurrence of every returned string is marked in every paper. Precision and recall
-    are taken over the union of the marked characters, summed over the papers, so repeating
-    a span gains nothing. Strings found nowhere score exactly 0."""
+    """Micro F1 over characters: every occurrence of every returned string is marked in
+    every paper. Precision and recall are taken over the union of the marked characters, so
+    repeating a span gains nothing. Strings found nowhere score exactly 0."""
     spans = set(strings_in(answer))
     if not spans or len(spans) > MAX_SPANS:
         return 0.0
@@ -134,8 +129,7 @@ def mark(text: str, spans) -> bytearray:
     """One byte per character of `text`: 1 where any span occurs, also where two overlap.
 
     Linear, also on periodic texts: occurrences that overlap by more than half follow each
-    other at the span's period, so only one period has to be compared anew, not the whole
-    span."""
+    other at the span's period, so only one period has to be compared anew."""
     marked = bytearray(len(text))
     for span in filter(None, spans):
         period = span.find(span[:(len(span) + 1) // 2], 1)
@@ -151,20 +145,15 @@ def mark(text: str, spans) -> bytearray:
     return marked
 
 
-# ---------------------------------------------------------------------------------------
-# Scripts: good and bad strategies, mixed on purpose
-
+# Shares of good and bad strategies. Only filter with exact is right: which is which is for
+# the reinforcement to find out.
 ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
 CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
 LOOK_FIRST = 0.25  # share of scripts that print something first and act in the next turn
 
 
 def demonstrate(task, node, rng):
-    """Roots: filter (the papers that contain the word go to children), all (every paper
-    does), one (the first hit only), alone (return whole papers, ask nobody), forget (never
-    call FINAL). Children: exact (the sentences with the word), whole (the paper), first
-    (its first sentence). Only filter with exact is right. Which is which is for the
-    reinforcement to find out."""
+    """A script of `strategy_code`, perhaps after a first turn that only prints."""
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
     name = rng.choices(list(scripts), scripts.values())[0]
     look = rng.random() < LOOK_FIRST
@@ -174,16 +163,17 @@ def demonstrate(task, node, rng):
 
 
 def strategy_code(task, name: str) -> str:
-    """The message of one of the strategies."""
     word = word_of(task)
     hits = f'ps = [p for p in context.values() if "{word}" in p]\n'
     ask = f"""'Quote "{word}".'"""
     return block({
+        # a root: children get the papers with the word, or all, or one, or none
         "filter": hits + f"FINAL(rlm_query_batched({ask}, ps))",
         "all": f"FINAL(rlm_query_batched({ask}, list(context.values())))",
         "one": hits + f"FINAL(rlm_query({ask}, ps[0]))",
         "alone": hits + "FINAL(ps)",
         "forget": hits + "print(len(ps))",
+        # a child: the sentences with the word, the paper, its first sentence
         "exact": f'FINAL(search(context, "{word}", 0))',
         "whole": "FINAL(context)",
         "first": 'FINAL(context.split("\\n")[-1].split(". ")[0])',

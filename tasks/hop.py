@@ -1,9 +1,7 @@
 """hop: each document leads to the next, as in BrowseComp-Plus (arXiv 2508.06600).
 
 Gold is a short string. The score is exact after HotpotQA's normalisation; BrowseComp-Plus
-itself asks a judge model.
-
-A person, known by trade and birthplace -> the teacher -> the institute that the teacher
+itself asks a judge model. A person, known by trade and birthplace -> the teacher -> the institute that the teacher
 directed -> its city. Others share the trade or the birthplace, but not both.
 """
 import re
@@ -61,7 +59,6 @@ def make(rng, tokens=None, heldout=False):
 
 
 def score(task, answer):
-    """The answer equals the gold after HotpotQA's normalisation, and is not empty."""
     return float(normalized(as_line(answer)) == normalized(task.answer) != "")
 
 
@@ -77,7 +74,7 @@ def read(row):
     context = {}
     for name in ("gold_docs", "evidence_docs", "negative_docs"):
         for i, document in enumerate(field(row, name, list)):
-            where = f"{name}[{i}]"
+            where = f"{name}[{i}]: "
             key = field(document, "docid", str, where)
             context[key] = field(document, "text", str, where, blank=False)
     if not context:
@@ -104,13 +101,11 @@ def fact(context, pattern):
 
 def oracle(task, node):
     if not node.depth:
-        person = re.search(r"was a (\w+ born in \w+) ", task.query)[1]
-        return script(chain, person)
+        return script(chain, re.search(r"was a (\w+ born in \w+) ", task.query)[1])
     patterns = {"teacher": r"studied with (\w+ \w+)\.",
                 "direct": r"directed the (\w+) Institute",
                 "city": r"stands in (\w+)\."}
-    pattern = next(p for word, p in patterns.items() if word in asked(node))
-    return script(fact, pattern)
+    return script(fact, next(p for word, p in patterns.items() if word in asked(node)))
 
 
 keyword = first_hit

@@ -3,9 +3,8 @@
 TOOLS is what a kind here offers to model code beside the REPL's builtins. Signatures and
 docstrings (up to the first empty line) go into the prompt.
 
-What an oracle or a keyword script does is written as plain functions, too. There they find
-the REPL's builtins (rlm_query, rlm_query_batched, ...) as free names; in our files these
-names are undefined, and nobody calls the functions.
+What an oracle or a keyword script does is written as plain functions, too. In the REPL they
+find its builtins (rlm_query, ...) as free names; here nobody calls them.
 """
 import ast
 import bisect
@@ -71,31 +70,22 @@ PIECES = 24  # children of one batch
 
 @functools.cache
 def source(functions: tuple[Callable, ...]) -> str:
-    """The source text of some functions, after those imports of their files that they
-    use."""
+    """The source text of functions, after the imports of their files that they use."""
     imports, bodies = [], []
     brought = {function.__name__ for function in functions}
     for function in functions:
-        used = _names_in(function.__code__) - brought
+        body = inspect.getsource(function)
+        bodies.append(body)
+        used = {n.id for n in ast.walk(ast.parse(body)) if isinstance(n, ast.Name)}
+        used -= brought
         whole_file = inspect.getsource(sys.modules[function.__module__])
         for statement in ast.parse(whole_file).body:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
-                statement.names = [a for a in statement.names if _bound(a) in used]
+                statement.names = [name for name in statement.names
+                                   if (name.asname or name.name).split(".")[0] in used]
                 if statement.names and ast.unparse(statement) not in imports:
                     imports.append(ast.unparse(statement))
-        bodies.append(inspect.getsource(function))
     return "\n".join([*imports, *bodies])
-
-
-def _bound(alias: ast.alias) -> str:
-    """The name that a part of an import statement defines."""
-    return alias.asname or alias.name.split(".")[0]
-
-
-def _names_in(code) -> set[str]:
-    """The names that a code object and those inside it use."""
-    inner = [c for c in code.co_consts if inspect.iscode(c)]
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def block(code: str) -> str:
@@ -104,8 +94,8 @@ def block(code: str) -> str:
 
 
 def script(function: Callable, *args, uses: tuple[Callable, ...] = ()) -> str:
-    """The message that answers with function(context, *args). It brings the function along,
-    and those that the function uses."""
+    """The message that answers with function(context, *args) and brings its source along,
+    and that of the functions that it uses."""
     call = ", ".join(["context", *map(repr, args)])
     return block(f"{source((*uses, function))}\nFINAL({function.__name__}({call}))")
 
@@ -116,8 +106,7 @@ def asked(node) -> str:
 
 
 def word_of(task) -> str:
-    """The word in quotes in the question; else its longest word that occurs in the
-    context."""
+    """The word in quotes in the question; else its longest that occurs in the context."""
     quoted = re.search(r'"([^"\n]+)"', task.query)
     if quoted:
         return quoted[1]

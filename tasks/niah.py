@@ -26,9 +26,8 @@ def make(rng, tokens=None, heldout=False):
 
 
 def score(task, answer):
-    """RULER's string_match_all. Only the first ANSWER_CHARS characters count, so an echo of
-    the context scores 0 unless a needle stands at its very start (a generated one never
-    does)."""
+    """RULER's string_match_all over the first ANSWER_CHARS characters, so that an echo of
+    the context scores 0: a generated needle never stands at its very start."""
     text = as_line(answer)[:ANSWER_CHARS].lower()
     return sum(value.lower() in text for value in task.answer) / len(task.answer)
 
@@ -59,10 +58,9 @@ def find_here(context, key):
 
 
 def oracle(task, node):
-    if not node.depth:
-        return script(find, task.query, PIECES)
-    key = re.search(r"for (\S+) mentioned", task.query)[1]
-    return script(find_here, key)
+    if node.depth:
+        return script(find_here, re.search(r"for (\S+) mentioned", task.query)[1])
+    return script(find, task.query, PIECES)
 
 
 keyword = first_hit

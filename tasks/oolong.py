@@ -25,15 +25,12 @@ Return the number, label, user or phrase in the form asked for, alone."""
 TOKENS = 8_000
 
 OPENERS = {  # how a question of each label begins
-    "numeric value": (
-        "How many people saw", "How far away is", "How old is", "What year saw",
-        "How much did they pay for"),
-    "entity": (
-        "What animal is named after", "What instrument measures", "Which colour marks",
-        "What metal is used in", "Which language describes"),
-    "location": (
-        "Where is", "Which city keeps", "What country is known for", "Which river crosses",
-        "On what island lies"),
+    "numeric value": ("How many people saw", "How far away is", "How old is",
+                      "What year saw", "How much did they pay for"),
+    "entity": ("What animal is named after", "What instrument measures",
+               "Which colour marks", "What metal is used in", "Which language describes"),
+    "location": ("Where is", "Which city keeps", "What country is known for",
+                 "Which river crosses", "On what island lies"),
     "description and abstract concept": (
         "Why is there", "How do you make", "What caused", "What is the meaning of",
         "How does one explain"),
@@ -41,9 +38,8 @@ OPENERS = {  # how a question of each label begins
         "What is the acronym for", "What does one abbreviate as BTR in",
         "What do the letters KPS mean in", "What is the short form of",
         "What is the full name of the GDF in"),
-    "human being": (
-        "Who discovered", "Who was the first to see", "Which inventor made",
-        "What painter is known for", "Whose assistant wrote down"),
+    "human being": ("Who discovered", "Who was the first to see", "Which inventor made",
+                    "What painter is known for", "Whose assistant wrote down"),
 }
 LABELS = list(OPENERS)
 MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
@@ -83,8 +79,7 @@ def records(rng, chars: int, users: int, own_labels: bool):
     lines = [f"Date: {day} || User: {user} || Instance: {pool[label][question]}"
              for day, user, label, question in zip(days, who, labels, which)]
     lines = lines[:how_many_fit(lines, chars - len(head))]
-    iso = {day: iso_date(day) for day in DAYS}
-    rows = [(iso[day], str(user), label)
+    rows = [(iso_date(day), str(user), label)
             for _, day, user, label in zip(lines, days, who, labels)]
     return head + "\n".join(lines), rows
 
@@ -135,8 +130,8 @@ def make(rng, tokens=None, heldout=False):
             days = f"between {DAYS[first]} and {DAYS[last]}"
             head = f"{ONLY} {days}, both included. Among them"
         answer_type, asked, said = FORMS[form]
-        question = f"{asked} Give your final answer in the form {said}"
-        query = f"{head}, {question.format(a=a, b=b)}"
+        question = f"{head}, {asked} Give your final answer in the form {said}"
+        query = question.format(a=a, b=b)
         value = tally(rows, *parts_of(query))
         if value is not None:
             return query, context, {"type": answer_type, "value": value}
@@ -190,9 +185,8 @@ DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
 def score(task, answer):
     """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. Of a
-    comparison, exactly one of the three phrases occurs. The public parser falls back to the
-    last word of a text without a colon, which a list of all labels can pass; that is left
-    out."""
+    comparison, exactly one of the three phrases occurs. Left out: the public fallback to
+    the last word of a text without a colon, which a list of all labels can pass."""
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
@@ -203,7 +197,7 @@ def score(task, answer):
             return 0.0
         return 0.75 ** min(10_000, abs(int(text) - int(gold)))
     if kind == "DATE":
-        return float(day_of(text) == day_of(gold) != "")
+        text = day_of(text)
     return float(text == gold)
 
 
@@ -230,7 +224,7 @@ def read(row):
     day = re.fullmatch(r"\[datetime\.date\((\d+), (\d+), (\d+)\)\]", text)
     try:
         value = "-".join(day.groups()) if day else str(ast.literal_eval(text)[0])
-    except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
+    except Exception:  # what literal_eval raises is many things
         raise ValueError(f"field 'answer' is no list of a value: {text[:60]!r}") from None
     value = day_of(value) if kind == "DATE" else value
 

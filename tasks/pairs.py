@@ -27,8 +27,7 @@ HOW_MANY = ("at least one instance", "at least two instances", "exactly one inst
 
 
 def make(rng, tokens=None, heldout=False):
-    """The rule has one of the three shapes of the paper's twenty queries: both users alike,
-    that with a date, two users who differ. It holds for some pairs, at most for half."""
+    """The rule holds for some pairs of users, at most for half."""
     chars = characters(tokens, TOKENS, MOST)
     context, rows = records(rng, chars, max(8, min(150, chars // 1000)), True)
     users = len({user for _, user, _ in rows})
@@ -40,6 +39,8 @@ def make(rng, tokens=None, heldout=False):
 
 
 def _rule(rng) -> str:
+    """In one of the shapes of the paper's queries: both users alike, perhaps with a date,
+    or two users who differ."""
     a, b, c, d = rng.sample(LABELS, 4)
     shape = rng.choice(("both", "dated", "unlike"))
     if shape == "unlike":
@@ -94,8 +95,8 @@ def matching(rows, first, second, dated):
 
 def score(task, answer):
     """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list.
-    Where the gold is empty only an explicit [] scores, and it scores 1. An echo has no
-    pairs: 0. All pairs of users together score 2p/(1+p), with p the gold share of them."""
+    Where the gold is empty only an explicit [] scores, and it scores 1. All pairs of users
+    together score 2p/(1+p), with p the gold share of them."""
     found = pairs_in(answer)
     if not task.answer:
         return float(answer in ([], "[]"))
@@ -104,18 +105,13 @@ def score(task, answer):
 
 
 def pairs_in(answer) -> set[frozenset]:
-    if isinstance(answer, str):
-        found = re.findall(r"\(\s*(\d+)\s*,\s*(\d+)\s*\)", answer)
-        return {frozenset(pair) for pair in found if pair[0] != pair[1]}
-    pairs = set()
-    for item in answer if isinstance(answer, list) else ():
+    found = []
+    for item in answer if isinstance(answer, list) else [answer]:
         if isinstance(item, str):
-            pairs |= pairs_in(item)
+            found += re.findall(r"\(\s*(\d+)\s*,\s*(\d+)\s*\)", item)
         elif isinstance(item, list) and len(item) == 2:
-            ids = {as_line(i) for i in item if type(i) in (int, str)} - {""}
-            if len(ids) == 2:
-                pairs.add(frozenset(ids))
-    return pairs
+            found.append([as_line(i) for i in item if type(i) in (int, str)])
+    return {frozenset(ids) for ids in found if len({*ids} - {""}) == 2}
 
 
 def read(row):

@@ -1,10 +1,7 @@
-"""What the kinds of task share: made-up words, filler, the strings of an answer, rows of a
-file.
+"""What the kinds of task share: made-up words, filler, texts in an answer, fields of a row.
 
 Filler is drawn from small pools of sentences, so that a context of 10 million tokens (40
 MB) takes a few seconds. What a question is about is made once and occurs nowhere else.
-
-Left out: real text. Standard library only.
 """
 import bisect
 import itertools
@@ -25,9 +22,7 @@ LEAST, MOST = 2_000, 10_000_000  # tokens of a context
 
 
 def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
-    """The length of a context, at four characters per token; None means `usual` tokens.
-
-    Raises ValueError for a length out of range."""
+    """The length of a context, at four characters per token; None means `usual` tokens."""
     if tokens is None:
         return 4 * usual
     if not LEAST <= tokens <= most:
@@ -103,14 +98,11 @@ def as_line(answer: Any) -> str:
 
 def field(row: Any, name: str, kind: type, where: str = "", blank: bool = True) -> Any:
     """row[name]. Raises ValueError that names the field if it is missing, is not a `kind`,
-    or is a blank text that may not be. `where` is the part of the row: "papers[0]"."""
-    wrong = ""
+    or is a blank text that may not be. `where` is the part of the row: "papers[0]: "."""
     if not isinstance(row, dict) or name not in row:
-        wrong = f"lacks field {name!r}"
-    elif not isinstance(row[name], kind):
-        wrong = f"field {name!r} is not a {kind.__name__}"
-    elif not blank and not row[name].strip():
-        wrong = f"field {name!r} is empty"
-    if wrong:
-        raise ValueError(f"{where}: {wrong}" if where else wrong)
+        raise ValueError(f"{where}lacks field {name!r}")
+    if not isinstance(row[name], kind):
+        raise ValueError(f"{where}field {name!r} is not a {kind.__name__}")
+    if not blank and not row[name].strip():
+        raise ValueError(f"{where}field {name!r} is empty")
     return row[name]

@@ -12,13 +12,11 @@ import pytest
 import tasks
 from runtime.handed_in import HandedInError
 from tasks import NAMES, Task, read, reward, split
-from tasks.in_repl import (extract_section, get_paper_abstract, list_papers, search, source,
-                           word_of)
+from tasks.in_repl import extract_section, get_paper_abstract, list_papers, search, word_of
 from tree import Node
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
-READ = tuple(name for name in NAMES if name != "deep")
 
 
 # --- the list of kinds -----------------------------------------------------------------
@@ -34,31 +32,20 @@ def test_the_list_names_the_files_and_a_kind_is_imported_when_it_is_used():
     assert run.stdout.strip() == "['tasks.in_repl', 'tasks.niah', 'tasks.text']"
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_each_kind_has_tools_and_all_but_deep_have_advice(kind):
-    assert tasks.tools(kind) == tasks.tools("question")
-    advice = tasks.strategy(kind)
-    assert bool(advice) == (kind != "deep")
-    assert kind == "deep" or "FINAL" in advice or "eturn" in advice
-
-
 def test_a_free_question_has_tools_and_neither_advice_nor_scores():
     task = Task("t", "question", "q", "context")
     assert tasks.strategy("question") == ""
     assert tasks.part_score(task, "context", "x") is None
     with pytest.raises(ValueError, match="question"):
         reward(task, "x")
+    assert {tasks.tools(kind) for kind in NAMES} == {tasks.tools("question")}
+    for name in ("list_papers", "search", "extract_section", "get_paper_abstract"):
+        assert f"- {name}(" in tasks.tools_help("question")
 
 
-def test_an_unknown_kind_is_refused(tmp_path):
-    for call in (lambda: tasks.load("poetry"), lambda: tasks.tools("poetry"),
-                 lambda: tasks.make("poetry", random.Random(0)),
-                 lambda: read(tmp_path / "rows.jsonl", "poetry")):
-        with pytest.raises(ValueError, match="'poetry'; there are: evidence, deep, niah"):
-            call()
-
-
-def test_what_a_kind_lacks_is_named():
+def test_an_unknown_kind_is_refused_and_what_a_kind_lacks_is_named():
+    with pytest.raises(ValueError, match="'poetry'; there are: evidence, deep, niah"):
+        tasks.load("poetry")
     task = tasks.make("deep", random.Random(0))
     with pytest.raises(ValueError, match="the task deep has no function keyword"):
         tasks.keyword(task, Node())
@@ -196,29 +183,6 @@ def random_text(rng):
     return out
 
 
-def sentences_of(text):
-    parts = re.split(r"(?<=[.!?])(?<!\s)(?=\s)\s+|\n+", text)
-    return [part.strip() for part in parts if part.strip()]
-
-
-def test_a_window_of_0_gives_exactly_the_sentences_with_the_word():
-    text = ("The tide rose. Nobody saw it! Was the TIDE late?\nA heading on tides\n\n"
-            "No. A tide, a tide and a tide. End")
-    assert search(text, "tide", 0) == ["The tide rose.", "Was the TIDE late?",
-                                       "A heading on tides", "A tide, a tide and a tide."]
-    for seed in range(10):
-        task = tasks.make("evidence", random.Random(seed))
-        for paper, context in task.context.items():
-            assert search(context, word_of(task), window=0) == sorted(
-                task.answer.get(paper, []), key=context.index)
-    rng = random.Random(0)
-    for _ in range(500):
-        text = random_text(rng)
-        if len(text.lower()) == len(text):
-            wanted = [s for s in sentences_of(text) if "tide" in s.lower()]
-            assert search(text, "tide", 0) == wanted, text
-
-
 @pytest.mark.parametrize("window", [0, 1, 7, 30, 10_000])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_passages_are_whole_sentences_in_order_and_joined(window, bidirectional):
@@ -226,18 +190,20 @@ def test_passages_are_whole_sentences_in_order_and_joined(window, bidirectional)
     for _ in range(300):
         text, at = random_text(rng), 0
         passages = search(text, "tide", window, bidirectional)
-        ends = {0, len(text)} | {m.start() for m in re.finditer(r"\s+", text)}
         for passage in passages:
-            assert passage and passage == passage.strip()
             start = text.index(passage, at)  # verbatim, in order, without overlap
             at = start + len(passage)
             before = text[:start].rstrip(" ")
+            assert passage == passage.strip() and "tide" in passage.lower()
             assert not before or before[-1] in ".!?\n"
             assert at == len(text) or passage[-1] in ".!?" or text[at] == "\n"
-            assert at in ends and "tide" in passage.lower()
-        if len(text.lower()) == len(text):
-            covered = "\0".join(passages).lower().count("tide")
-            assert covered >= text.lower().count("tide")
+        if len(text.lower()) != len(text):
+            continue
+        covered = "\0".join(passages).lower().count("tide")
+        assert covered >= text.lower().count("tide")
+        if window == 0:
+            sentences = re.split(r"(?<=[.!?])(?<!\s)(?=\s)\s+|\n+", text)
+            assert passages == [s.strip() for s in sentences if "tide" in s.lower()]
 
 
 FIVE = "One one. Two two. Three WORD three. Four four. Five five."
@@ -270,32 +236,7 @@ def test_the_other_tools_read_the_layout_of_a_paper():
         assert extract_section(text, "(", ")") == ""
 
 
-def test_the_tools_work_from_their_source_alone():
-    """Which is how they come into the REPL."""
-    space = {}
-    exec(tasks.tools("evidence"), space)
-    for name in ("list_papers", "search", "extract_section", "get_paper_abstract"):
-        assert callable(space[name]) and f"- {name}(" in tasks.tools_help("evidence")
-    assert space["search"]("A b. C d.", "c", 0) == ["C d."]
-    assert "ast" not in space and source((search,)).startswith("import bisect\nimport re\n")
-
-
 # --- questions from a file -------------------------------------------------------------
-
-
-def test_the_published_schema_of_evidence_is_read():
-    rows = [json.loads(line) for line in PAPERS.read_text(encoding="utf-8").splitlines()]
-    loaded = read(PAPERS, "evidence")
-    assert len(loaded) == len(rows) == len({task.id for task in loaded}) == 6
-    for task, row in zip(loaded, rows):
-        assert (task.kind, task.query) == ("evidence", row["question"])
-        assert list(task.context) == [p["paperId"] for p in row["papers"]]
-        for p in row["papers"]:
-            head = f"### PAPER: {p['title']}\n<abstract>{p['abstract']}</abstract>\n"
-            assert task.context[p["paperId"]] == head + p["text"]
-        assert task.answer == {e["paperId"]: [s["text"] for s in e["selections"]]
-                               for e in row["evidence"]}
-        assert 3 <= len(row["papers"]) <= 5 and task.answer
 
 
 PAPER = {"paperId": "p", "title": "T", "abstract": "A", "text": "Some text. More."}
@@ -331,11 +272,6 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
 }
 
 
-def changed(row, changes):
-    """The row with other fields; `...` takes a field away."""
-    return {key: value for key, value in (row | changes).items() if value is not ...}
-
-
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     row, query, context, gold = ROWS[kind]
@@ -362,34 +298,26 @@ def test_answers_of_oolong_are_python_literals(tmp_path, text, kind, value):
     assert task.answer == {"type": kind, "value": value} and reward(task, value) == 1.0
 
 
-def selections(*texts, of="p"):
-    return {"evidence": [{"paperId": of, "selections": [{"text": t} for t in texts]}]}
-
-
-def papers(**changes):
-    return {"papers": [changed(PAPER, changes)]}
+def selection(text, of="p"):
+    return {"evidence": [{"paperId": of, "selections": [{"text": text}]}]}
 
 
 @pytest.mark.parametrize("kind, changes, field", [
     ("evidence", {"question": ...}, "question"), ("evidence", {"question": 3}, "question"),
-    ("evidence", {"papers": ...}, "papers"), ("evidence", {"papers": {"p": "x"}}, "papers"),
-    ("evidence", papers(text=...), "text"), ("evidence", papers(text=None), "text"),
-    ("evidence", papers(paperId=4), "paperId"), ("evidence", {"papers": ["x"]}, "paperId"),
-    ("evidence", {"papers": []}, "papers"),
+    ("evidence", {"papers": {"p": "x"}}, "papers"), ("evidence", {"papers": []}, "papers"),
+    ("evidence", {"papers": [PAPER | {"text": None}]}, "text"),
+    ("evidence", {"papers": ["x"]}, "paperId"),
     ("evidence", {"papers": [PAPER] * 2}, "paperId"),
-    ("evidence", papers(title="", abstract=" ", text="\n"), "papers"),
-    ("evidence", {"evidence": ...}, "evidence"), ("evidence", {"evidence": []}, "evidence"),
-    ("evidence", selections(), "evidence"), ("evidence", {"evidence": "text"}, "evidence"),
+    ("evidence", {"papers": [dict.fromkeys(PAPER, " ")]}, "papers"),
+    ("evidence", {"evidence": []}, "evidence"),
+    ("evidence", {"evidence": [{"paperId": "p", "selections": []}]}, "evidence"),
     ("evidence", {"evidence": [{"paperId": "p"}]}, "selections"),
-    ("evidence", selections("Some text.", of="q"), "paperId"),
-    ("evidence", selections("Some text.", "Somé text."), "text"),
-    ("evidence", selections(""), "text"), ("evidence", selections(" "), "text"),
+    ("evidence", selection("Some text.", of="q"), "paperId"),
+    ("evidence", selection("Somé text."), "text"), ("evidence", selection(" "), "text"),
     ("evidence", {"evidence": [{"paperId": "p", "selections": ["Some text."]}]}, "text"),
-    ("niah", {"input": ...}, "input"), ("niah", {"input": "one line"}, "input"),
-    ("niah", {"input": 3}, "input"), ("niah", {"outputs": "5437923"}, "outputs"),
+    ("niah", {"input": "one line"}, "input"), ("niah", {"outputs": "54"}, "outputs"),
     ("niah", {"outputs": []}, "outputs"), ("niah", {"outputs": [5]}, "outputs"),
     ("niah", {"outputs": [""]}, "outputs"),
-    ("oolong", {"question": ...}, "question"),
     ("oolong", {"answer": "entity"}, "answer"), ("oolong", {"answer": "[]"}, "answer"),
     ("oolong", {"answer": "['']"}, "answer"), ("oolong", {"answer": 7}, "answer"),
     ("oolong", {"answer": "__import__('os')"}, "answer"),
@@ -399,23 +327,18 @@ def papers(**changes):
     ("oolong", {"answer": "['x']", "answer_type": "COMPARISON"}, "answer"),
     ("oolong", {"answer_type": "ANSWER_TYPE.MOOD"}, "answer_type"),
     ("oolong", {"context_window_text": " "}, "context_window_text"),
-    ("pairs", {"answer": ...}, "answer"), ("pairs", {"answer": "none"}, "answer"),
-    ("pairs", {"answer": {"1": 2}}, "answer"), ("pairs", {"answer": [1, 2]}, "answer"),
-    ("pairs", {"context_window_text": None}, "context_window_text"),
+    ("pairs", {"answer": "none"}, "answer"), ("pairs", {"answer": {"1": 2}}, "answer"),
     ("code", {"choice_C": ...}, "choice_C"), ("code", {"answer": "E"}, "answer"),
     ("code", {"answer": "AB"}, "answer"), ("code", {"context": ""}, "context"),
-    ("code", {"question": None}, "question"),
-    ("hop", {"query": ...}, "query"), ("hop", {"answer": ""}, "answer"),
-    ("hop", {"negative_docs": ...}, "negative_docs"),
-    ("hop", {"gold_docs": ["9"]}, "docid"),
-    ("hop", {"gold_docs": [{"docid": 9, "text": "x"}]}, "docid"),
+    ("hop", {"answer": ""}, "answer"), ("hop", {"gold_docs": ["9"]}, "docid"),
     ("hop", {"gold_docs": [{"docid": "9", "text": ""}]}, "text"),
     ("hop", {"gold_docs": [], "evidence_docs": [], "negative_docs": []}, "gold_docs"),
 ], ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_one_line_that_names_line_and_field(tmp_path, kind, changes, field):
     path = tmp_path / "rows.jsonl"
     good = ROWS[kind][0]
-    path.write_text(json.dumps(good) + "\n\n" + json.dumps(changed(good, changes)) + "\n")
+    bad = {key: value for key, value in (good | changes).items() if value is not ...}
+    path.write_text(json.dumps(good) + "\n\n" + json.dumps(bad) + "\n")
     with pytest.raises(ValueError) as error:
         read(path, kind)
     message = str(error.value)
@@ -423,22 +346,21 @@ def test_a_bad_row_is_one_line_that_names_line_and_field(tmp_path, kind, changes
     assert "\n" not in message and len(message) < 400
 
 
-@pytest.mark.parametrize("kind", READ)
 @pytest.mark.parametrize("line", [b"[]", b"7", b"null", b'"x"', b"{}", b"{", b"\xff\xfe{}",
                                   b"[" * 99_999])
-def test_a_line_that_is_no_row_is_named(tmp_path, kind, line):
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(line)
-    wrong = "rows.jsonl line 1: (not JSON|lacks field)"
-    with pytest.raises(ValueError, match=wrong) as error:
-        read(path, kind)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    for kind in ROWS:
+        wrong = "rows.jsonl line 1: (not JSON|lacks field)"
+        with pytest.raises(ValueError, match=wrong) as error:
+            read(path, kind)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_a_file_without_rows_is_an_error(tmp_path, content):
+def test_a_file_without_rows_is_an_error(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+    path.write_text("\n \n")
     with pytest.raises(ValueError, match="rows.jsonl: holds no questions"):
         read(path, "evidence")
     with pytest.raises(FileNotFoundError):
