@@ -4,14 +4,13 @@
         result = await repl.execute("print(1); FINAL(context[:5])", on_query=None)
         result.stdout, result.error, result.final, result.done, result.died
 
-Three kinds of process take part. The client (the trainer, say) holds `REPL` objects and
-starts one server, a small process without torch: it forks in 1 ms, the trainer in 40. The
-server forks one worker per REPL, relays messages between the two, and keeps the clock: the
-client may be busy with a forward pass, and nobody has checked the code that a worker runs.
+The client (the trainer, say) holds `REPL` objects and starts one server, a small process
+without torch: it forks in 1 ms, the trainer in 40. The server forks one worker per REPL,
+relays messages between the two, and keeps the clock: the client may be busy with a forward
+pass, and nobody has checked the code that a worker runs.
 
 Here: client, worker with the builtins that the code sees, command line. Elsewhere: messages
-(runtime/frames.py), server (runtime/repl_server.py), and what keeps the code from the
-machine or does not (runtime/sandbox.py).
+(runtime/frames.py), server (runtime/repl_server.py), isolation (runtime/sandbox.py).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from runtime.frames import FrameTooLarge, Result, frame, json_value
-from runtime.frames import read_frame, read_query, read_result, take_frame
+from runtime.frames import (FrameTooLarge, Result, frame, json_value, read_frame,
+                            read_query, read_result, take_frame)
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
 
@@ -76,14 +75,13 @@ class REPL:
         except BaseException:
             self._close()
             raise
-        self._first = {}  # the context lives in the worker now
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End the process. Does not wait for its death. May be called twice."""
+        """End the process, without waiting for its death. May be called twice."""
         if self._sock and self._busy:  # another task waits: wake it up, it closes
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -93,11 +91,10 @@ class REPL:
     async def execute(self, code: str, on_query: Callable | None = None) -> Result:
         """Run one block. Never raises for what the code did.
 
-        `await on_query(kind, prompts, contexts)` answers queries: `kind` is "llm"
-        or "rlm", `contexts` is a list of JSON values or None. It returns one JSON value per
-        prompt. What it raises ends the REPL and is raised here. Raises REPLError if the
-        server was lost or the REPL is closed. After a block that called FINAL or died there
-        is no process: further calls return that result again.
+        `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
+        is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises ends the
+        REPL and is raised here. Raises REPLError if the server was lost or the REPL is
+        closed. After FINAL or a death, further calls return that result again.
         """
         if self._over is not None:
             return self._over
@@ -183,20 +180,18 @@ class Capture(io.TextIOBase):
 
     def __init__(self, limit: int):
         self.parts: list[str] = []
-        self.room, self.cut = limit, 0
+        self.room = limit  # below 0: as many characters were cut
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        kept = text[: self.room]
-        if kept:
-            self.parts.append(kept)
-            self.room -= len(kept)
-        self.cut += len(text) - len(kept)
+        if self.room > 0:
+            self.parts.append(text[: self.room])
+        self.room -= len(text)
         return len(text)
 
     def text(self) -> str:
-        note = f"\n... [{self.cut} characters cut]" if self.cut else ""
+        note = f"\n... [{-self.room} characters cut]" if self.room < 0 else ""
         return "".join(self.parts) + note
 
 
@@ -276,10 +271,7 @@ class Worker:
         sys.setrecursionlimit(1000)
 
     def receive(self) -> tuple[bytes, Any]:
-        found = read_frame(self.file)
-        if found is None:  # the server ended this REPL
-            os._exit(0)
-        return found
+        return read_frame(self.file) or os._exit(0)  # None: the server ended this REPL
 
     def done(self, error: str, **answer: Any) -> None:
         """Send the result of the block, unless one was sent."""
@@ -388,13 +380,10 @@ def read_block(prompt: bool) -> str | None:
 
     marks = (">>> ", "... ") if prompt else ("", "")
     lines: list[str] = []
-    complete = None
-    while complete is None:
-        try:
-            lines.append(input(marks[bool(lines)]))
-            complete = codeop.compile_command("\n".join(lines), "<repl>", "single")
-        except (EOFError, SyntaxError, ValueError, OverflowError):
-            break  # if it is wrong, the REPL will say how
+    with contextlib.suppress(EOFError, SyntaxError, ValueError, OverflowError):
+        lines.append(input(marks[0]))  # if it is wrong, the REPL will say how
+        while codeop.compile_command("\n".join(lines), "<repl>", "single") is None:
+            lines.append(input(marks[1]))
     return "\n".join(lines) if lines else None
 
 
@@ -405,8 +394,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Sit in the REPL that the model sits in.")
     add = parser.add_argument
-    add("file", nargs="*",
-        help="becomes `context`; several: {name: text} (default standard input)")
+    add("file", nargs="*", help="becomes `context`; several: {name: text}")
     add("--seconds", type=float, default=60.0, help="wall clock per block (default 60)")
     add("--sandbox", choices=("require", "auto", "off"), default="auto",
         help="namespaces around it (default auto: where possible)")
@@ -417,10 +405,6 @@ def main() -> int:
     except OSError as error:
         parser.exit(2, f"repl.py: cannot read {error.filename}: {error.strerror}\n")
     context = texts if len(texts) > 1 else next(iter(texts.values()), "")
-    if not texts and not sys.stdin.isatty():
-        context = sys.stdin.read()
-        with contextlib.suppress(OSError):  # the text came through the pipe, a person types
-            sys.stdin = open("/dev/tty")
     sys.stdout.reconfigure(errors="backslashreplace")  # lone surrogates
 
     # Lines are read outside of the event loop, so that Ctrl-C interrupts at once.
@@ -437,7 +421,7 @@ def main() -> int:
                 if result.done:
                     print(result.final)
                 if result.done or result.died:
-                    return 1 if result.died else 0
+                    return int(bool(result.died))
             return 0
         except REPLError as error:
             sys.exit(f"repl.py: {error}")

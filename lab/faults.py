@@ -2,11 +2,9 @@
 
 One REPL start in ten is refused. The REPL server is killed about once in 3,000 starts (a
 dozen steps), and all trees in flight are lost. For 20 starts in 5,000 the temporary
-directory is a full disk. Training has to end all the same, and the lost trees have to be
-run again, or excluded and counted. The result can be compared with undisturbed runs.
-
-The full disk needs root, as a small tmpfs is mounted. Without that right it is left out,
-and the program says so.
+directory is a full disk: a small tmpfs without a free inode, which needs root and is left
+out without. Training has to end all the same, and the lost trees have to be run again, or
+excluded and counted. The result can be compared with undisturbed runs.
 """
 
 import contextlib
@@ -16,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import train
 from repl import Handle, REPLError
@@ -28,21 +27,24 @@ ROUND, FULL, EMPTY = 5000, 500, 520  # of 5,000 starts, the disk is full from th
 class Faults:
     """Stands between the client and the server, in place of `Handle.request`."""
 
-    def __init__(self, disk: str):
+    def __init__(self, disk: Path | None):
         self.request = Handle.request
         self.random = random.Random(0)
-        self.disk = disk  # a small one; "" if there is none
+        self.disk = disk  # a small one, if there is one
         self.starts = 0
         self.counts = {"refused": 0, "killed": 0, "full disk": 0}
 
     def __call__(self, *args: object) -> None:
         self.starts += 1
         if self.disk and self.starts % ROUND == FULL:
-            fill(self.disk)
+            with contextlib.suppress(OSError):
+                for i in range(100_000):
+                    (self.disk / f"fill{i}").touch()
             self.counts["full disk"] += 1
             self.kill()  # the next server needs room for its directory
         if self.disk and self.starts % ROUND == EMPTY:
-            empty(self.disk)
+            for file in self.disk.glob("fill*"):
+                file.unlink()
         if self.random.random() < REFUSED:
             self.counts["refused"] += 1
             raise REPLError("injected: the start was refused")
@@ -56,23 +58,6 @@ class Faults:
             os.kill(Handle.current.process.pid, signal.SIGKILL)
 
 
-def fill(disk: str) -> None:
-    """Take every byte and every inode."""
-    with contextlib.suppress(OSError):
-        with open(os.path.join(disk, "fill"), "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 16))
-    with contextlib.suppress(OSError):
-        for i in range(100_000):
-            open(os.path.join(disk, f"fill{i}"), "wb").close()
-
-
-def empty(disk: str) -> None:
-    for name in os.listdir(disk):
-        if name.startswith("fill"):
-            os.remove(os.path.join(disk, name))
-
-
 def main() -> None:
     disk = tempfile.mkdtemp(prefix="small-disk-")
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=4096", "tmpfs", disk]
@@ -80,9 +65,8 @@ def main() -> None:
     if mounted:
         tempfile.tempdir = disk
     else:
-        print("faults: no right to mount a small disk, so that fault is left out",
-              file=sys.stderr)
-    faults = Handle.request = Faults(disk if mounted else "")
+        print("faults: no right to mount, so the full disk is left out", file=sys.stderr)
+    faults = Handle.request = Faults(Path(disk) if mounted else None)
     try:
         train.main()
     finally:

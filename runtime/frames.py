@@ -11,7 +11,6 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
 
 A worker runs code that nobody has checked, so the client does not trust its frames: they
 have a largest size, and `read_result` and `read_query` refuse what no honest worker sends.
-
 Left out: which frame may come when. The server decides that (repl_server.py).
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -61,34 +60,20 @@ def read_frame(file: BinaryIO) -> tuple[bytes, Any] | None:
     return kind, json.loads(file.read(length))
 
 
-def take_header(inbox: bytearray, largest_mb: int) -> tuple[int, bytes]:
-    """Length, header included, and kind of the frame that `inbox` begins with.
-
-    (0, b"") if there is not even a header yet.
-    """
+def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
+    """Cut one frame off `inbox`: its kind, and all of it. None: it is not all there yet."""
     if len(inbox) < HEADER.size:
-        return 0, b""
+        return None
     length, kind = HEADER.unpack_from(inbox)
     if length > largest_mb << 20:
         raise FrameTooLarge(f"a frame of {length} bytes")
-    return HEADER.size + length, kind
-
-
-def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
-    """Cut one frame off the front of `inbox`: its kind, and all of it.
-
-    None if it is not there in full yet.
-    """
-    length, kind = take_header(inbox, largest_mb)
-    if not 0 < length <= len(inbox):
+    length += HEADER.size
+    if length > len(inbox):
         return None
     with memoryview(inbox) as view:  # a slice of `inbox` itself would be copied twice
         data = bytes(view[:length])
     del inbox[:length]
     return kind, data
-
-
-# --- what the client accepts -------------------------------------------------------------
 
 
 def read_result(data: bytes, limits: Limits) -> Result:
@@ -100,46 +85,29 @@ def read_result(data: bytes, limits: Limits) -> Result:
     if len(data) > limits.answer_chars + 12 * 2 * limits.output_chars + 1000:
         raise ValueError(f"a result of {len(data)} bytes")
     result = Result(**json.loads(data[HEADER.size :]))
-    strings = (result.stdout, result.error, result.died)
-    if not all(isinstance(s, str) for s in strings) or not isinstance(result.done, bool):
-        raise TypeError("a result with fields of the wrong type")
-    if result.died not in ("", "timeout", "crash", "protocol") or too_deep(result.final):
-        raise ValueError("a result that no worker sends")
-    return result
+    typed = isinstance(result.stdout, str) and isinstance(result.error, str)
+    known = result.died in ("", "timeout", "crash", "protocol")
+    if not typed or not known or not isinstance(result.done, bool):
+        raise TypeError("a result that no worker sends")
+    return replace(result, final=json_value(result.final))
 
 
 def read_query(data: bytes) -> tuple[str, list[str], list | None]:
     """A Q frame as (kind, prompts, contexts). Raises like `read_result`."""
     kind, prompts, contexts = json.loads(data[HEADER.size :])
-    if kind not in ("llm", "rlm") or not isinstance(prompts, list):
-        raise TypeError("a query with fields of the wrong type")
-    if not prompts or not all(isinstance(p, str) for p in prompts):
-        raise TypeError("a query without prompts, or with some that are no strings")
+    texts = isinstance(prompts, list) and all(isinstance(text, str) for text in prompts)
+    if kind not in ("llm", "rlm") or not texts or not prompts:
+        raise TypeError("a query that no worker sends")
     if contexts is not None:
         if not isinstance(contexts, list) or len(contexts) != len(prompts):
             raise TypeError("a query whose contexts do not match its prompts")
-        if too_deep(contexts, DEPTH + 1):
-            raise ValueError("a query with contexts that no worker sends")
+        contexts = [json_value(context) for context in contexts]
     return kind, prompts, contexts
 
 
-def too_deep(value: Any, depth: int = DEPTH) -> bool:
-    """Whether containers are nested more than `depth` deep."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return depth == 0 or any(too_deep(item, depth - 1) for item in value)
-
-
-# --- what a worker sends ------------------------------------------------------------------
-
-
 def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """`value` with str() in place of all that JSON does not have.
-
-    `above` holds the ids of the containers around it: a cycle ends at its first repetition.
-    """
+    """`value` with str() in place of what JSON does not have, and of what is too deep."""
+    # `above`: the ids of the containers around it. A cycle ends at its first repetition.
     if value is None or isinstance(value, (str, float, bool)):
         return value
     if isinstance(value, int) and value.bit_length() < 10_000:  # Python prints no larger
@@ -154,8 +122,6 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
     try:
         return str(value)
     except Exception:

@@ -2,10 +2,8 @@
 
 `Handle` is the client's end: it starts this file as a program when a REPL is first asked
 for, and hands over one socket per REPL. `Server` is that program's loop. It forks a worker
-per REPL (`Slot`), relays frames between worker and client (`Channel`) as they come, their
-JSON unread, keeps each REPL's clock, and ends a REPL that overruns it or sends something
-out of turn. What workers run is handed in.
-
+per REPL (`Slot`), relays frames between worker and client (`Channel`), their JSON unread,
+keeps each REPL's clock, and ends a REPL that overruns it or sends something out of turn.
 Left out: the frames (frames.py), and what a worker is kept from (sandbox.py).
 """
 
@@ -15,7 +13,6 @@ import atexit
 import collections
 import contextlib
 import gc
-import itertools
 import json
 import os
 import resource
@@ -25,10 +22,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.frames import FrameTooLarge, frame, take_frame, take_header
+from runtime.frames import frame, take_frame
 from runtime.sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
 
 # What model code likes to import is imported once, before the forks. Each library makes
@@ -53,9 +50,9 @@ class Handle:
     """The client's end of the server: one per process, started when first needed."""
 
     current: Handle | None = None
-    started = False  # a first server was started, and said what its sandbox lacks
+    quiet = False  # a first server has said what its sandbox lacks
 
-    def __init__(self, sandbox: str, quiet: bool):
+    def __init__(self, sandbox: str):
         import subprocess  # here and below, as the server and its forks do without them
         import tempfile
 
@@ -65,13 +62,9 @@ class Handle:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(60)
         hidden = [os.getcwd(), REPOSITORY, os.path.expanduser("~")]
-        arguments = json.dumps([theirs.fileno(), sandbox, self.base, quiet, hidden])
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "LANG": os.environ.get("LANG", "C.UTF-8"),
-            "HOME": self.base,
-            "TMPDIR": self.base,
-        }
+        arguments = json.dumps([theirs.fileno(), sandbox, self.base, Handle.quiet, hidden])
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8",
+                       "HOME": self.base, "TMPDIR": self.base}
         # -E and -s: nothing of the user's settings and packages.
         command = [sys.executable, "-E", "-s", "-m", "runtime.repl_server", arguments]
         with theirs:
@@ -86,34 +79,19 @@ class Handle:
 
         Raises REPLError.
         """
+        request = json.dumps(asdict(limits)).encode()
+        if cls.current is not None and cls.current.sandbox != limits.sandbox:
+            cls.stop()
         for attempt in (1, 2):
             try:
-                if not cls.usable(limits.sandbox):
-                    cls.stop()
-                    cls.start(limits.sandbox)
-                request = json.dumps(asdict(limits)).encode()
+                cls.current = cls.current or cls(limits.sandbox)
+                cls.quiet = True
                 socket.send_fds(cls.current.control, [request], [sock.fileno()])
                 return
             except OSError as error:
                 cls.stop()
-                if attempt == 2:
-                    problem = f"the REPL server cannot be reached: {error}"
-                    raise REPLError(problem) from error
-
-    @classmethod
-    def usable(cls, sandbox: str) -> bool:
-        handle = cls.current
-        if handle is None or handle.sandbox != sandbox:
-            return False
-        return handle.process.poll() is None
-
-    @classmethod
-    def start(cls, sandbox: str) -> None:
-        cls.current = cls(sandbox, quiet=cls.started)
-        if not cls.started:
-            atexit.register(cls.stop)
-            os.register_at_fork(after_in_child=cls.forget)
-            cls.started = True
+                problem = f"the REPL server cannot be reached: {error}"
+        raise REPLError(problem)
 
     @classmethod
     def stop(cls) -> None:
@@ -139,6 +117,10 @@ class Handle:
             handle.process.returncode = 0  # not our child: there is nothing to wait for
 
 
+atexit.register(Handle.stop)
+os.register_at_fork(after_in_child=Handle.forget)
+
+
 # --- the server ---------------------------------------------------------------------------
 
 
@@ -150,8 +132,7 @@ class Channel:
         self.selector, self.sock, self.handler, self.slot = selector, sock, handler, slot
         self.inbox, self.outbox = bytearray(), bytearray()
         self.open = True
-        self.events = selectors.EVENT_READ
-        selector.register(sock, self.events, self.ready)
+        selector.register(sock, selectors.EVENT_READ, self.ready)
 
     def ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -176,12 +157,9 @@ class Channel:
             pass
         except OSError:  # the other side is gone: reading will find out
             self.outbox.clear()
-        events = selectors.EVENT_READ
-        if self.outbox:
-            events |= selectors.EVENT_WRITE
-        if self.open and events != self.events:
-            self.events = events
-            self.selector.modify(self.sock, events, self.ready)
+        writing = selectors.EVENT_WRITE if self.outbox else 0
+        if self.open:
+            self.selector.modify(self.sock, selectors.EVENT_READ | writing, self.ready)
 
     def close(self) -> None:
         if self.open:
@@ -191,21 +169,19 @@ class Channel:
             self.inbox, self.outbox = bytearray(), bytearray()
 
 
+@dataclass(eq=False)
 class Slot:
     """One REPL in the server: its two channels, its worker, its clock."""
 
+    limits: Limits
     client: Channel | None = None  # None: a spare, which nobody has asked for yet
     worker: Channel | None = None
-    pid = 0  # 0: no process, or none any more
-    number = 0  # added to the first user id; nobody else has it while the worker lives
-    directory = ""  # only without namespaces
-    state = "new"  # new, running, asking, idle or dead
-    left = 0.0  # seconds left on the clock while it stands still
-    deadline = 0.0  # when the clock ends while it runs
-    passing = 0  # bytes of the client's frame that the worker was not sent yet
-
-    def __init__(self, limits: Limits):
-        self.limits = limits
+    pid: int = 0  # 0: no process, or none any more
+    number: int = 0  # added to the first user id; nobody else has it while the worker lives
+    directory: str = ""  # only without namespaces
+    state: str = "new"  # new, running, asking, idle or dead
+    left: float = 0.0  # seconds left on the clock while it stands still
+    deadline: float = 0.0  # when the clock ends while it runs
 
 
 class Server:
@@ -215,14 +191,12 @@ class Server:
     start then costs the client no fork. A fork runs `worker(sock, limits).loop(problem)`.
     """
 
-    FROM_CLIENT = {b"S": "new", b"X": "idle", b"R": "asking"}  # the state it must come in
     FROM_WORKER = {b"Q": "asking", b"D": "idle"}  # the state it leads to, from running
 
     def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
         self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
         self.refusal = ""  # why there can be no REPL
         self.parent = os.open(os.path.dirname(base), os.O_RDONLY)
-        self.count = itertools.count()
         self.numbers = collections.deque(range(DESCRIPTORS))
         self.workers: dict[int, Slot] = {}  # by process id, until that process is reaped
         self.erasing: set[int] = set()  # children that remove a directory
@@ -246,16 +220,16 @@ class Server:
             for key, mask in events:
                 key.data(mask)
             if spares_lack and not events:
-                self.prepare()
-            self.end_overdue()
-
-    def end_overdue(self) -> None:
-        now = time.monotonic()
-        for slot in self.workers.values():
-            if slot.state == "running" and slot.deadline <= now:
-                limit = f"{slot.limits.seconds:g} s"
-                error = f"the block ran for more than {limit} and the REPL was ended"
-                self.end(slot, "timeout", f"TimeoutError: {error}")
+                try:
+                    self.spares.append(self.fork(self.limits))
+                except OSError:  # the next request will say why
+                    self.limits = None
+            now = time.monotonic()
+            for slot in self.workers.values():
+                if slot.state == "running" and slot.deadline <= now:
+                    limit = f"{slot.limits.seconds:g} s"
+                    error = f"the block ran for more than {limit} and the REPL was ended"
+                    self.end(slot, "timeout", f"TimeoutError: {error}")
 
     def accept(self, _: int) -> None:
         """The client asks for a REPL: it sends one descriptor and the limits."""
@@ -295,35 +269,22 @@ class Server:
 
     # Starting workers
 
-    def prepare(self) -> None:
-        try:
-            self.spares.append(self.fork(self.limits))
-        except OSError:  # the next request will say why
-            self.limits = None
-
     def fork(self, limits: Limits) -> Slot:
         """A worker that waits for its first frame. Raises OSError."""
         if self.refusal:
             raise OSError(self.refusal)
-        slot = Slot(limits)
-        slot.number = self.numbers[0]
+        slot = Slot(limits, number=self.numbers[0])
         if not self.sandbox.namespaces:
-            directory = f"{self.base}/{next(self.count)}"
-            os.mkdir(directory, 0o700)
-            slot.directory = directory
-        try:
-            if slot.directory and self.sandbox.user:
+            slot.directory = f"{self.base}/{time.monotonic_ns()}"
+            os.mkdir(slot.directory, 0o700)
+            if self.sandbox.user:
                 user = self.sandbox.user + slot.number
                 os.chown(slot.directory, user, user)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                slot.pid = self.sandbox.fork()
-                if slot.pid == 0:
-                    self.work(slot, theirs)
-        except OSError:
-            if slot.directory:
-                os.rmdir(slot.directory)
-            raise
+        ours, theirs = socket.socketpair()
+        with theirs:
+            slot.pid = self.sandbox.fork()
+            if slot.pid == 0:
+                self.work(slot, theirs)
         self.numbers.popleft()
         self.workers[slot.pid] = slot
         slot.worker = Channel(self.selector, ours, self.from_worker, slot)
@@ -338,10 +299,9 @@ class Server:
             call("prctl", SET_NAME, b"repl-spare", 0, 0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            problem = ""
+            problem, keep = "", sock.fileno()
             try:
-                number, directory = slot.number, slot.directory
-                self.sandbox.confine(number, slot.limits, directory, sock.fileno())
+                self.sandbox.confine(slot.number, slot.limits, slot.directory, keep)
             except OSError as error:
                 problem = f"cannot isolate it: {error}"
             self.worker(sock, slot.limits).loop(problem)
@@ -351,39 +311,24 @@ class Server:
     # Relaying frames
 
     def from_client(self, slot: Slot) -> None:
-        """Read once, and pass it on as it comes: a large context is never held in full."""
-        inbox = slot.client.inbox
         try:
             slot.client.read()
-            while inbox and slot.state != "dead":
-                if not slot.passing and not self.begin(slot, inbox):
-                    return
-                part = inbox[: slot.passing]
-                del inbox[: slot.passing]
-                slot.passing -= len(part)
-                slot.worker.write(part)
-            inbox.clear()  # what a dead REPL is still sent
-        except (EOFError, OSError, FrameTooLarge):  # closed: nobody is left to hear why
+            found = take_frame(slot.client.inbox, slot.limits.frame_mb)
+        except (EOFError, OSError):  # closed: nobody is left to hear why
             slot.state = "dead"
             self.kill(slot)
             slot.client.close()
-
-    def begin(self, slot: Slot, inbox: bytearray) -> bool:
-        """A frame of the client begins: start the clock. False: do not pass it on."""
-        length, kind = take_header(inbox, slot.limits.frame_mb)
-        if not length:
-            return False
-        if self.FROM_CLIENT.get(kind) != slot.state:
-            self.end_forger(slot, kind)
-            return False
+            return
+        if found is None or slot.state == "dead":
+            return
+        kind, data = found
         if kind == b"S":
             slot.left = START_SECONDS
         elif kind == b"X":
             slot.left = slot.limits.seconds
         slot.deadline = time.monotonic() + slot.left
         slot.state = "running"
-        slot.passing = length
-        return True
+        slot.worker.write(data)
 
     def from_worker(self, slot: Slot) -> bool:
         """Read once; False at the end. A forged frame ends its own REPL at most."""
@@ -393,23 +338,17 @@ class Server:
             while (found := take_frame(slot.worker.inbox, most)) is not None:
                 kind, data = found
                 if slot.state != "running" or kind not in self.FROM_WORKER:
-                    self.end_forger(slot, kind)
-                    return False
+                    raise ValueError(f"{kind!r} while {slot.state}")
                 slot.left = slot.deadline - time.monotonic()
                 slot.state = self.FROM_WORKER[kind]
                 slot.client.write(data)
         except (EOFError, OSError):  # `reap` says how it died; make sure that it does
             self.kill(slot)
-            return False
-        except FrameTooLarge as error:
+        except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
-            return False
-        return True
+        return slot.worker.open
 
     # Ending workers
-
-    def end_forger(self, slot: Slot, kind: bytes) -> None:
-        self.end(slot, "protocol", f"ProtocolError: {kind!r} while {slot.state}")
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
@@ -445,20 +384,12 @@ class Server:
                 usage = os.wait4(child.si_pid, 0)[2]
                 self.erasing.discard(child.si_pid)
                 if slot is not None:
-                    how = self.cause_of_death(child, usage, slot.limits)
+                    how = cause_of_death(child, usage, slot.limits)
                     error = f"ProcessError: the REPL's process was ended {how}"
                     self.end(slot, "crash", error)
                     self.forget(slot)
                 for pid in self.strays():
                     os.kill(pid, signal.SIGKILL)
-
-    @staticmethod
-    def cause_of_death(child: Any, usage: Any, limits: Limits) -> str:
-        if usage.ru_utime + usage.ru_stime > limits.cpu_seconds - 0.1:
-            return f"after {limits.cpu_seconds} s of processor time"
-        if child.si_code == os.CLD_EXITED:
-            return f"with exit code {child.si_status}"
-        return f"by signal {child.si_status} ({signal.strsignal(child.si_status)})"
 
     def strays(self) -> list[int]:
         """Without a process namespace: what dead workers started and left to us."""
@@ -494,6 +425,14 @@ class Server:
                 self.erasing.add(pid)
 
 
+def cause_of_death(child: Any, usage: Any, limits: Limits) -> str:
+    if usage.ru_utime + usage.ru_stime > limits.cpu_seconds - 0.1:
+        return f"after {limits.cpu_seconds} s of processor time"
+    if child.si_code == os.CLD_EXITED:
+        return f"with exit code {child.si_status}"
+    return f"by signal {child.si_status} ({signal.strsignal(child.si_status)})"
+
+
 def erase(directory: str) -> None:
     """Become a process that removes it, however deep it is and whatever its modes are."""
     try:
@@ -511,7 +450,7 @@ def main() -> None:
     call("prctl", SET_NAME, b"repl-server", 0, 0, 0)  # what ps and top show
 
     # A block finds what it finds in any Python: nothing of the repository can be imported,
-    # and of the environment there is what `Handle` gave.
+    # and of the environment there is what `Handle` gave, whatever Python's start added.
     del sys.path[0]
     for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
         del sys.modules[name]
@@ -522,7 +461,7 @@ def main() -> None:
         __import__(name)
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    most = min(DESCRIPTORS, hard % 2**64)  # -1 is infinity
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     chosen, lacks = choose(sandbox, base, hidden)

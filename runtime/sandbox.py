@@ -4,25 +4,18 @@ When it starts, the REPL server chooses the best sandbox that works here. It lea
 network, and the file system for one that holds only the system's programs and this Python.
 Each worker gets a process namespace and a small writable directory of its own, and if the
 server is root's, a user id of its own. Root needs CAP_SYS_ADMIN for that, others need user
-namespaces.
+namespaces. Where the kernel refuses, or with `sandbox="off"`, a block gets far less of this.
 
-Where the kernel refuses, or with `sandbox="off"`, a block can use the network, read what
-the user can read (root's workers still take another id), signal the user's processes and
-fill the disk. If the server is not root's, it can also fork without end.
-
-This protects from accidents and from a policy that explores, not from an attacker. There is
-one kernel for all, system calls are not filtered, REPLs can find each other through
-abstract sockets, and memory and processor time are limited per process: all processes of
-one REPL together may use more.
-
-Everything goes through libc, so that a start costs less than a millisecond more than a bare
-fork. Linux only, standard library only. Left out: control groups and system-call filters.
+This protects from accidents and from a policy that explores, not from an attacker: see
+docs/repl.md for what is not stopped. Everything goes through libc, so that a start costs
+less than a millisecond more than a bare fork. Linux only. Left out: control groups and
+system-call filters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import os
 import resource
 import signal
@@ -30,6 +23,7 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 DESCRIPTORS = 4096  # of the server, which holds two per REPL
@@ -44,6 +38,8 @@ READ_SEARCH = 2  # CAP_DAC_READ_SEARCH
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
 USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -69,25 +65,16 @@ class Limits:
             raise ValueError(f"sandbox is {self.sandbox!r}, not require, auto or off")
 
 
-@functools.cache
-def libc() -> Any:
-    import ctypes  # here, as clients of the REPL do without it
-
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def call(name: str, *args: Any) -> None:
     """A function of libc. Raises OSError."""
-    if getattr(libc(), name)(*args) < 0:
-        import ctypes
-
+    if getattr(LIBC, name)(*args) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
-    where = source.encode(), target.encode()
-    call("mount", *where, kind.encode(), flags, options.encode())
+    source, target, kind, options = map(str.encode, (source, target, kind, options))
+    call("mount", source, target, kind, flags, options)
 
 
 @dataclass
@@ -109,10 +96,9 @@ class Sandbox:
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
-        maps = {"uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
-        for name, text in {"setgroups": "deny", **maps}.items():
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         if child := os.fork():
             os.closerange(3, DESCRIPTORS)
             os.waitpid(child, 0)
@@ -122,8 +108,7 @@ class Sandbox:
     def build(self, base: str, hidden: list[str]) -> None:
         """In the server: change to a root of its own. Workers will see its `/jail`.
 
-        Only what is listed here is in there. `hidden` are directories to cover if they lie
-        below one of those.
+        `hidden` are directories to cover if they lie below one that is shown.
         """
         if not self.namespaces:
             os.chmod(base, 0o711)
@@ -194,14 +179,14 @@ class Sandbox:
             os.setgid(user)
             os.setuid(user)
         # Outside of the jail Python may lie where only root reads: that right is kept.
-        self.drop_rights(READ_SEARCH if user and not self.namespaces else None)
+        drop_rights(READ_SEARCH if user and not self.namespaces else None)
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc/self is closed to it
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         call("prctl", SUBREAPER, 1, 0, 0, 0)  # its orphans stay its own
         os.chdir(directory)
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
-        self.limit(limits, count_processes=bool(user) or self.mapped)
+        set_limits(limits, count_processes=bool(user) or self.mapped)
 
     def change_root(self, user: int, limits: Limits) -> None:
         call("unshare", NEW_FS | NEW_IPC)
@@ -214,34 +199,6 @@ class Sandbox:
             call("unshare", NEW_USER)  # the kernel counts processes for each of these
         os.chroot("/jail")  # from in here no user namespace can be started
 
-    @staticmethod
-    def drop_rights(kept: int | None) -> None:
-        """Give up all capabilities but `kept`; that one too if the server never had it."""
-        rights = 0 if kept is None else 1 << kept
-        version = struct.pack("Ii", 0x20080522, 0)
-        refused = libc().capset(version, struct.pack("6I", rights, rights, rights, 0, 0, 0))
-        if rights and refused:
-            libc().capset(version, bytes(24))
-        elif rights:
-            call("prctl", AMBIENT, 2, kept, 0, 0)  # for the programs that it starts
-
-    @staticmethod
-    def limit(limits: Limits, count_processes: bool) -> None:
-        most = {
-            "AS": limits.memory_mb << 20,
-            "FSIZE": limits.file_mb << 20,
-            "CPU": limits.cpu_seconds,
-            "NOFILE": limits.open_files,
-            "CORE": 0,
-            "MSGQUEUE": 0,
-        }
-        if count_processes:  # else it would count all processes of the user
-            most["NPROC"] = limits.processes
-        for name, value in most.items():
-            kind = getattr(resource, f"RLIMIT_{name}")
-            value = min(value, resource.getrlimit(kind)[1] % 2**64)  # -1 is infinity
-            resource.setrlimit(kind, (value, value))
-
     def fails(self, base: str, hidden: list[str]) -> str:
         """Try all of it in children. Returns what went wrong, or ""."""
         ours, theirs = os.pipe()
@@ -249,12 +206,12 @@ class Sandbox:
             try:
                 self.enter()
                 self.build(base, hidden)
-                if self.fork() == 0:
+                if self.fork():
+                    os.wait()
+                else:
                     self.confine(0, Limits(), base, theirs)
                     open(os.__file__).close()
                     os.write(theirs, b"well")
-                else:
-                    os.wait()
             except OSError as error:
                 os.write(theirs, str(error).encode())
             finally:
@@ -264,6 +221,27 @@ class Sandbox:
             report = file.read()
         os.waitpid(pid, 0)
         return "" if report == "well" else report or "it was killed"
+
+
+def drop_rights(kept: int | None) -> None:
+    """Give up all capabilities but `kept`; that one too if the server never had it."""
+    rights = 0 if kept is None else 1 << kept
+    version = struct.pack("Ii", 0x20080522, 0)
+    if LIBC.capset(version, struct.pack("6I", rights, rights, rights, 0, 0, 0)):
+        call("capset", version, bytes(24))
+    elif rights:
+        call("prctl", AMBIENT, 2, kept, 0, 0)  # for the programs that it starts
+
+
+def set_limits(limits: Limits, count_processes: bool) -> None:
+    most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20,
+            "CPU": limits.cpu_seconds, "NOFILE": limits.open_files, "CORE": 0, "MSGQUEUE": 0}
+    if count_processes:  # else it would count all processes of the user
+        most["NPROC"] = limits.processes
+    for name, value in most.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        value = min(value, resource.getrlimit(kind)[1] % 2**64)  # -1 is infinity
+        resource.setrlimit(kind, (value, value))
 
 
 def show(jail: str, paths: set[str]) -> None:
@@ -280,23 +258,19 @@ def show(jail: str, paths: set[str]) -> None:
 
 def choose(sandbox: str, base: str, hidden: list[str]) -> tuple[Sandbox, str]:
     """The best sandbox that works here, and in words what it lacks."""
+    root = os.getuid() == 0
     user = USER + os.getpid() % 30_000 * DESCRIPTORS  # each server has a range of its own
-    kinds = [Sandbox(False)]
-    if os.getuid() == 0:
-        kinds.insert(0, Sandbox(False, user=user))
-    if sandbox != "off":
-        kinds.insert(0, Sandbox(True, mapped=True))
-    if sandbox != "off" and os.getuid() == 0:
-        kinds.insert(0, Sandbox(True, user=user))
+    kinds = [Sandbox(True, user=user), Sandbox(True, mapped=True),
+             Sandbox(False, user=user), Sandbox(False)]
     problem = ""
     for kind in kinds:
+        if (kind.user and not root) or (kind.namespaces and sandbox == "off"):
+            continue
         error = kind.fails(base, hidden)
         if not error:
             break
         problem = problem or error
     lacks = [] if kind.namespaces else ["no namespaces"]
-    if not kind.user and not (kind.mapped and os.getuid()):  # nothing binds root
+    if not kind.user and (root or not kind.mapped):  # nothing binds root
         lacks.append("no limit of processes")
-    if not lacks:
-        return kind, ""
-    return kind, f"{' and '.join(lacks)} ({problem})"
+    return kind, f"{' and '.join(lacks)} ({problem})" if lacks else ""
