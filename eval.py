@@ -314,7 +314,7 @@ def read_flags() -> argparse.Namespace:
         "another model of the server (default: as --policy)")
     add("--methods", help="direct, compaction, retrieval, rlm0, rlm1, rlm2, rlm1-bare, ... "
         "(default: the rlm that the checkpoint was trained as, else rlm1)")
-    add("--window", type=int, help="tokens of a conversation, at most (default: rlm.json's)")
+    add("--window", type=int, help="most tokens of a conversation (default: rlm.json's)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     add("--top-p", type=float, default=1.0, help="of --model: sample from the most likely "
         "tokens that together have this probability (default 1.0: from all)")
@@ -326,7 +326,7 @@ def read_flags() -> argparse.Namespace:
         "path/to/my_task.py (default evidence)")
     add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
         "(default: the kind's usual length)")
-    add("--data", help="JSONL file of questions of the kind in --tasks (default: generated)")
+    add("--data", help="JSONL file of questions of the one kind in --tasks")
     add("--split", choices=("heldout", "train"), help="questions kept from training, or "
         "those of training (default: heldout; all of --data)")
     add("--n", type=int, help="questions per kind and length (default 128, or the file's)")

@@ -7,7 +7,6 @@ kept: its seed makes it again. Left out: everything that asks (lab/compare.py).
 """
 import hashlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,58 +23,46 @@ class Journal:
     is, if it cannot be resumed, or if it holds answers and `resume` is False."""
 
     def __init__(self, path: str, settings: dict, resume: bool, account: Account):
-        self.path, self.account = path, account
+        self.account, self.file = account, None
         self.done: dict[tuple, tuple[dict, Rollout]] = {}
-        self.file = None
         if not path:
             return
-        size, lines = self.read_lines() if os.path.exists(path) else (0, [])
+        self.file = open(path, "a+b")
+        self.file.seek(0)
+        # A last line without its end is what a killed run was writing.
+        lines = [line for line in self.file if line.endswith(b"\n")]
         if len(lines) > 1 and not resume:
             raise ValueError(f"{path} holds {len(lines) - 1} lines of an earlier run: go "
                              "on with --resume, or remove it")
-        if lines and resume:
-            self.restore(lines, settings)
-            self.file = open(path, "r+b")
-            self.file.truncate(size)
-            self.file.seek(size)
-        else:
-            self.file = open(path, "wb")
+        if not resume:
+            lines = []
+        for number, line in enumerate(lines, 1):
+            try:
+                self.restore(json.loads(line), settings)
+            except (ValueError, KeyError, TypeError) as error:
+                where = f"{path} line {number}"
+                raise ValueError(f"{where}: cannot be resumed: {error}") from None
+        self.file.truncate(sum(map(len, lines)))
+        if not lines:
             self.write({"settings": settings})
         account.on_paid = lambda name, done: self.write(
             {"paid": name, "text": done.text, "stop": done.stop, "usage": done.usage})
 
-    def read_lines(self) -> tuple[int, list[dict]]:
-        """The complete lines of the file and their size in bytes."""
-        size, lines = 0, []
-        with open(self.path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n"):
-                    break  # the run was killed while it wrote this line
-                try:
-                    lines.append(json.loads(raw))
-                except ValueError:
-                    raise ValueError(f"{self.path} line {number}: not JSON") from None
-                size += len(raw)
-        return size, lines
-
-    def restore(self, lines: list[dict], settings: dict) -> None:
-        try:
-            before = lines[0]["settings"]
+    def restore(self, row: dict, settings: dict) -> None:
+        if "settings" in row:
+            before = row["settings"]
             for name in sorted(before.keys() | settings.keys()):
                 if before.get(name) != settings.get(name):
                     raise ValueError(
                         f"it was made with {name} {before.get(name)!r:.300}, this run has "
                         f"{settings.get(name)!r:.300}")
-            for row in lines[1:]:
-                if "paid" in row:
-                    done = Completion(row["text"], stop=row["stop"], usage=row["usage"])
-                    self.account.paid[row["paid"]] = done
-                    self.account.spend(done)
-                else:
-                    tree = from_row(row["tree"], Task)
-                    self.done[tuple(row["done"])] = (row["record"], tree)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path}: cannot be resumed: {error}") from None
+        elif "paid" in row:
+            done = Completion(row["text"], stop=row["stop"], usage=row["usage"])
+            self.account.paid[row["paid"]] = done
+            self.account.spend(done)
+        else:
+            tree = from_row(row["tree"], Task)
+            self.done[tuple(row["done"])] = (row["record"], tree)
 
     def add(self, name: tuple, record: dict, rollout: Rollout) -> None:
         rollout = replace(rollout, task=replace(rollout.task, context=None))
@@ -101,8 +88,7 @@ def digest_of_weights(model_dir: str) -> str:
     parts = []
     for path in sorted(Path(model_dir).glob("*.safetensors")):
         with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            for start in (0, max(0, size - (1 << 20))):
-                file.seek(start)
-                parts.append(file.read(1 << 20))
+            parts.append(file.read(1 << 20))
+            file.seek(max(0, path.stat().st_size - (1 << 20)))
+            parts.append(file.read())
     return digest(b"".join(parts))

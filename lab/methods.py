@@ -50,14 +50,9 @@ def sentences(text: str) -> list[str]:
             return value
     except (ValueError, RecursionError):
         pass
-    found = []
-    for line in text.splitlines():
-        line = re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line).strip()
-        if line[:1] == line[-1:] == '"':
-            line = line[1:-1]
-        if line:
-            found.append(line)
-    return found
+    bare = [re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line).strip()
+            for line in text.splitlines()]
+    return [re.sub('^"(.+)"$', r"\1", line) for line in bare if line.strip('"')]
 
 
 # ------------------------------------------------------------------------------------------
@@ -89,7 +84,7 @@ async def compaction(task: Task, call: "_Caller") -> tuple[Node, float]:
 
     while start < len(text):
         n = call.fit(call.notes, prompt, len(text) - start)
-        if n == 0 or call.late():
+        if n == 0 or time.monotonic() > call.deadline:
             break
         child = Node(path=(len(root.children),), kind="llm")
         root.children.append(child)
@@ -126,21 +121,17 @@ def bm25(query: str, chunks: list[str], k1: float = 1.5, b: float = 0.75) -> lis
 
     with idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word that n of N chunks hold."""
     words = set(re.findall(r"\w+", query.lower()))
-    counts, lengths = [], []
-    for chunk in chunks:
-        found = re.findall(r"\w+", chunk.lower())
-        counts.append(Counter(word for word in found if word in words))
-        lengths.append(len(found))
+    counts = [Counter(re.findall(r"\w+", chunk.lower())) for chunk in chunks]
+    lengths = [count.total() for count in counts]
     mean = sum(lengths) / max(1, len(lengths)) or 1.0
 
-    holding = Counter(word for count in counts for word in count)
-    idf = {word: math.log(1 + (len(chunks) - n + 0.5) / (n + 0.5))
-           for word, n in holding.items()}
-    scores = []
-    for count, length in zip(counts, lengths):
-        norm = k1 * (1 - b + b * length / mean)
-        scores.append(sum(idf[word] * tf * (k1 + 1) / (tf + norm)
-                          for word, tf in count.items()))
+    scores = [0.0] * len(chunks)
+    for word in sorted(words):
+        n = sum(word in count for count in counts)
+        idf = math.log(1 + (len(chunks) - n + 0.5) / (n + 0.5))
+        for i, (count, length) in enumerate(zip(counts, lengths)):
+            norm = k1 * (1 - b + b * length / mean)
+            scores[i] += idf * count[word] * (k1 + 1) / (count[word] + norm)
     return scores
 
 
@@ -164,12 +155,10 @@ def cut(text: str, size: int) -> list[str]:
 def flat(context: Any) -> str:
     """A context as one text: documents under their names."""
     if isinstance(context, dict):
-        parts = [f"[{name}]\n{rlm.as_text(part)}" for name, part in context.items()]
-    elif isinstance(context, list):
-        parts = [rlm.as_text(part) for part in context]
-    else:
-        parts = [rlm.as_text(context)]
-    return "\n\n".join(parts)
+        context = [f"[{name}]\n{rlm.as_text(part)}" for name, part in context.items()]
+    if not isinstance(context, list):
+        context = [context]
+    return "\n\n".join(map(rlm.as_text, context))
 
 
 class _Caller:
@@ -183,9 +172,6 @@ class _Caller:
         if config.style == "brief":  # a small model's window would be full of instructions
             self.reader, self.notes = rlm.LEAF, "Notes."
 
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
-
     def fits(self, system: str, user: str) -> bool:
         if self.tokenizer is None:
             return (len(system) + len(user)) // 4 <= self.room
@@ -197,7 +183,7 @@ class _Caller:
         low, high = 0, 1  # low fits; high is doubled until it does not
         while high <= most and self.fits(system, prompt(high)):
             low, high = high, high * 2
-        if low < most < high and self.fits(system, prompt(most)):
+        if high > most and self.fits(system, prompt(most)):
             return most
         high = min(high, most + 1)
         while high - low > 1 + low // 50:

@@ -315,7 +315,7 @@ def test_a_reward_from_a_file_scores_in_place_of_the_task(name, score, command, 
     assert load(tmp_path / "r.json")["rows"][0]["score"] == score
     message, _ = command("--policy", "oracle", "--n", 2, "--json", tmp_path / "r.json",
                          "--resume")
-    assert "cannot be resumed: it was made with files" in message
+    assert "line 1: cannot be resumed: it was made with files" in message
 
 
 @pytest.mark.parametrize("name, says", [(":none", "returned None"),
@@ -416,7 +416,7 @@ def test_results_of_another_configuration_are_not_mixed_in(command, tmp_path):
     path.write_bytes(before.replace(b'{"done"', b'{"dome"', 1))
     assert "cannot be resumed" in command(*flags, "--resume")[0]
     path.write_bytes(b"what\n" + before)
-    assert "line 1: not JSON" in command(*flags, "--resume")[0]
+    assert "line 1: cannot be resumed" in command(*flags, "--resume")[0]
 
 
 def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypatch):
