@@ -121,7 +121,7 @@ def test_tokens_carry_mask_log_probability_and_gap():
 def test_a_chart_needs_two_lengths_and_a_failed_row_is_left_out():
     lost = row("rlm1", 9000, 0.0) | dict.fromkeys(("score", "low", "high")) | {"n": 0}
     assert report.length_chart("t", [row("rlm1", 2000, 0.5), lost]) == ""
-    assert "–" in report.score_table([lost]) and " - " in report.table_line(lost)
+    assert "<td>-</td>" in report.score_table([lost]) and " - " in report.table_line(lost)
     rows = [row("rlm1", 2000, 1.0), row("rlm1", 8000, 0.0)]
     points = re.search(r'points="([\d., ]+)"', report.length_chart("t", rows))[1].split()
     assert [point.split(",")[1] for point in points] == ["14.0", "250.0"]  # 1 is on top
