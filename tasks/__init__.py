@@ -105,8 +105,8 @@ def make(kind: str, rng: random.Random, tokens: int | None = None,
     kind = Path(module.__file__).stem
     if tokens is not None and not hasattr(module, "TOKENS"):
         raise ValueError(f"{kind} tasks have one size, no number of tokens")
-    triple = _call(kind, "make", rng, tokens=tokens, heldout=heldout)
-    return Task(f"{kind}-{rng.randrange(1 << 32):08x}", kind, *triple)
+    made = _call(kind, "make", rng, tokens=tokens, heldout=heldout)
+    return Task(f"{kind}-{rng.randrange(1 << 32):08x}", kind, *made)
 
 
 def reward(task: Task, answer: Any) -> float:
@@ -154,30 +154,19 @@ def _call(kind: str, name: str, *args: Any, **named: Any) -> Any:
     if kind not in NAMES:
         function = handed_in.function(module, name)
     value = function(*args, **named)
-    expected, fits = RETURNS[name]
-    if not fits(value):
+    if name in ("make", "read"):
+        expected = "(query, context, gold): a text, then a text, list or dict"
+        fits = (isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str)
+                and isinstance(value[1], (str, list, dict)))
+    elif name in ("score", "part_score"):
+        expected = "a number in [0, 1]"
+        fits = isinstance(value, numbers.Real) and 0 <= value <= 1  # which nan is not
+        fits = fits or (name == "part_score" and value is None)
+    else:
+        expected, fits = "a message, as text", isinstance(value, str)
+    if not fits:
         raise handed_in.wrong(function, expected, value)
     return value
-
-
-def _is_triple(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) != 3:
-        return False
-    return isinstance(value[0], str) and isinstance(value[1], (str, list, dict))
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0 <= value <= 1  # which nan is not
-
-
-TRIPLE = ("(query, context, gold): a text, then a text, list or dict", _is_triple)
-MESSAGE = ("a message, as text", lambda value: isinstance(value, str))
-RETURNS = {  # what each function of a kind returns, in words and as a check
-    "make": TRIPLE, "read": TRIPLE,
-    "oracle": MESSAGE, "keyword": MESSAGE, "demonstrate": MESSAGE,
-    "score": ("a number in [0, 1]", _is_score),
-    "part_score": ("a number in [0, 1] or None", lambda v: v is None or _is_score(v)),
-}
 
 
 def scripted(script: Callable, task: Task, tokenizer):

@@ -157,7 +157,7 @@ def demonstrate(task, node, rng):
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
     name = rng.choices(list(scripts), scripts.values())[0]
     look = rng.random() < LOOK_FIRST
-    if look and not any(turn.role == "assistant" for turn in node.turns):
+    if look and all(turn.role != "assistant" for turn in node.turns):
         return block("print(context[:40])" if node.depth else "print(len(context))")
     return strategy_code(task, name)
 

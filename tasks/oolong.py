@@ -9,6 +9,7 @@ them; a model has to read. pairs.py asks other questions about such lines.
 import ast
 import re
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime
 
 from tasks import Task
@@ -60,9 +61,11 @@ def records(rng, chars: int, users: int, own_labels: bool):
     With `own_labels` a user asks mostly about two labels and seldom about a third, so that
     users differ. Otherwise all users draw alike from labels of different frequency."""
     terms = [make_term(rng) for _ in range(40)]
-    pool = {label: [_question(rng, opener, terms) for opener in openers
-                    for _ in range(POOL // 30)]
-            for label, openers in OPENERS.items()}
+    pool = {}
+    for label, openers in OPENERS.items():
+        pool[label] = [f"{opener} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} of "
+                       f"{rng.choice(terms)}?"
+                       for opener in openers for _ in range(POOL // 30)]
     head = HEAD.format(labels=", ".join(rng.sample(LABELS, 6)))
 
     ids = rng.sample(range(10_000, 100_000), users)
@@ -82,11 +85,6 @@ def records(rng, chars: int, users: int, own_labels: bool):
     rows = [(iso_date(day), str(user), label)
             for _, day, user, label in zip(lines, days, who, labels)]
     return head + "\n".join(lines), rows
-
-
-def _question(rng, opener: str, terms: list[str]) -> str:
-    thing = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-    return f"{opener} the {thing} of {rng.choice(terms)}?"
 
 
 # Runs in the REPL, too: 'Jan 06, 2023' as '2023-01-06'.
@@ -190,8 +188,7 @@ def score(task, answer):
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
-        said = [phrase for phrase in PHRASES if phrase.rpartition(" ")[0] in text]
-        return float(said == [gold])
+        return float([p for p in PHRASES if p.rpartition(" ")[0] in text] == [gold])
     if kind == "NUMERIC":
         if not re.fullmatch(r"-?[0-9]{1,15}", text):
             return 0.0
@@ -204,10 +201,8 @@ def score(task, answer):
 def day_of(text: str) -> str:
     """A date in one of DATE_FORMS as YYYY-MM-DD; "" if it is in none."""
     for form in DATE_FORMS:
-        try:
+        with suppress(ValueError):
             return datetime.strptime(text, form).strftime("%Y-%m-%d")
-        except ValueError:
-            continue
     return ""
 
 
