@@ -28,17 +28,12 @@ attempts: dict[str, int] = {}  # by the digest of a request
 settings: dict = {}
 
 
-def words(messages: list[dict]) -> int:
-    return sum(len(m["content"].split()) for m in messages)
-
-
 def reply(messages: list[dict]) -> str:
     """What the model says: code that searches for the term in quotes, or sentences."""
-    if settings.get("says"):
+    if "says" in settings:
         return settings["says"]
     system, user = messages[0]["content"], messages[1]["content"]
-    found = re.search(r'"([^"\n]+)"', user)
-    term = found[1] if found else "?"
+    term = re.search(r'"([^"\n]+)"', user)[1]
     if "repl" not in system:
         sentences = re.findall(r"The [^.\n]*\.", user)
         return "\n".join(s.strip() for s in sentences if term in s)
@@ -49,62 +44,51 @@ def reply(messages: list[dict]) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def log_message(self, *args) -> None:
         pass
 
-    def send(self, status: int, body: bytes, fields: dict[str, str] = {},
-             part: int | None = None) -> None:
+    def send(self, status: int, body: bytes, part: int | None = None) -> None:
         """A reply; only `part` bytes of its body, then the connection ends."""
         self.send_response(status)
-        for name, value in fields.items():
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Retry-After", "0.01")
         self.end_headers()
         self.wfile.write(body[:part])
-        self.close_connection = part is not None
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))
         key = self.headers.get("Authorization", "")
         asked, digest = json.loads(raw), hashlib.sha256(raw).hexdigest()
-        messages, text = asked["messages"], reply(asked["messages"])
+        text = reply(asked["messages"])
+        into = sum(len(m["content"].split()) for m in asked["messages"])
         out = len(text.split())
         with lock:
             attempt = attempts[digest] = attempts.get(digest, 0) + 1
-            fault = "ok"
-            if attempt == 1:
-                plan = settings.get("plan", ["ok"])
-                fault = plan[int(digest[:8], 16) % len(plan)]
-            fault = settings.get("always", fault)
+            plan = settings.get("plan", ["ok"]) if attempt == 1 else ["ok"]
+            fault = settings.get("always", plan[int(digest[:8], 16) % len(plan)])
             if key != f"Bearer {settings.get('key', 'secret')}":
                 fault = "401"
             if fault == "long":
                 more = 3 * asked["max_tokens"]
                 text, out = text + " more" * more, out + more
             with open(sys.argv[1] + ".log", "a", encoding="utf-8") as log:
-                log.write(json.dumps({
-                    "digest": digest, "fault": fault, "attempt": attempt,
-                    "in": words(messages), "out": out, "model": asked["model"]}) + "\n")
+                row = {"fault": fault, "in": into, "out": out, "model": asked["model"]}
+                log.write(json.dumps(row) + "\n")
 
         body = json.dumps({
             "choices": [{"message": {"role": "assistant", "content": text},
                          "finish_reason": "length" if fault == "long" else "stop"}],
-            "usage": {"prompt_tokens": words(messages), "completion_tokens": out,
+            "usage": {"prompt_tokens": into, "completion_tokens": out,
                       "prompt_tokens_details": {"cached_tokens": 1}}}).encode()
         if fault in ("ok", "long"):
             time.sleep(settings.get("delay", 0))
             self.send(200, body)
         elif fault == "stall":
             time.sleep(settings["stall"])
-            self.close_connection = True
         elif fault == "cut":
             self.send(200, body, part=len(body) // 2)
         elif fault == "malformed":
             self.send(200, body[:-5])
-        elif fault == "429":
-            self.send(429, b'{"error": {"message": "slow down"}}', {"Retry-After": "0.01"})
         else:
             complaint = {"error": {"message": f"no luck\nwith {key}"}}
             self.send(int(fault), json.dumps(complaint).encode())
