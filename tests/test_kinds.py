@@ -22,7 +22,7 @@ from tasks import NAMES, Task, deep, evidence, make, niah, oolong, pairs, reward
 from tasks.evidence import MAX_SPANS, mark
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
-from tasks.text import SYLLABLES, make_term, strings_in
+from tasks.text import make_term
 from tokenizer import Tokenizer
 from tree import Node, Turn
 
@@ -121,7 +121,6 @@ def test_a_deeply_nested_answer_is_scored():
     answer = "gold"
     for _ in range(100_000):
         answer = [answer]
-    assert strings_in(answer) == ["gold"]
     assert reward(papers_of({"p": "all gold"}, {"p": ["gold"]}), answer) == 1.0
     while isinstance(answer, list):  # take it apart: freeing it at once may recurse
         answer = answer[0]
@@ -222,10 +221,8 @@ def test_the_score_of_an_answer(kind, gold, answers):
 WORTHLESS = [
     None, "", " \n", [], {}, True, ", ".join(LABELS), ", ".join(LABELS[::-1]), LABELS,
     "Label: " + ", ".join(LABELS), "Answer: " + ", ".join(oolong.PHRASES), "A, B, C, D",
-    list("ABCD"), "The correct answer is (A), (B), (C) or (D)",
+    list("ABCD"), "The correct answer is (A), (B), (C) or (D)", [[[]], [None]],
     "I'm sorry, but I cannot answer this question.", "I don't know",
-    "There is not enough information in the context to answer.",
-    "Error: the call ended without an answer (out of turns)", [[[]], [None]],
     # Python refuses to write very long numbers
     10 ** 5_000, [10 ** 5_000], [[10 ** 5_000, 1]], float("inf"), float("nan"),
 ]
@@ -324,7 +321,6 @@ def test_gold_is_exactly_the_sentences_that_contain_the_term(heldout):
 
 
 def test_training_and_held_out_terms_are_disjoint():
-    assert len(set(SYLLABLES)) == 60
     rng = random.Random(0)
     train, held = ({make_term(rng, h) for _ in range(20_000)} for h in (False, True))
     assert not train & held and len(train) > 2000 and len(held) > 600
@@ -369,18 +365,15 @@ def test_counts_are_what_a_recount_finds():
     forms, scopes = Counter(), Counter()
     for task in made("oolong", 150):
         rows, query, value = read_lines(task), task.query, task.answer["value"]
-        scope = "all"
-        if "user IDs" in query:
-            scope, chosen = "users", set(re.findall(r"\d{5}", query))
-            assert len(chosen) == 3
+        chosen = set(re.findall(r"\d{5}", query))
+        days = sorted(map(day_of, re.findall(r"\w{3} \d\d, \d{4}", query)))
+        if chosen:
             rows = [r for r in rows if r[1] in chosen]
-        elif "both included" in query:
-            scope = "dates"
-            first, last = map(day_of, re.findall(r"\w{3} \d\d, \d{4}", query))
-            rows = [r for r in rows if first <= r[0] <= last]
+        if days:
+            rows = [r for r in rows if days[0] <= r[0] <= days[1]]
         form = next(form for words, form in FORMS.items() if words in query)
         forms[form] += 1
-        scopes[scope] += 1
+        scopes[len(chosen), len(days)] += 1
 
         counts = {label: sum(r[2] == label for r in rows) for label in LABELS}
         asked = re.findall(r"label '([^']+)'", query)
@@ -398,7 +391,8 @@ def test_counts_are_what_a_recount_finds():
                          for r in rows if r[2] == asked[0])
             assert [k for k, n in of.items() if n == max(of.values())] == [value]
         assert reward(task, value) == 1.0
-    assert min(forms.values()) > 5 and len(forms) == 6 and len(scopes) == 3
+    assert min(forms.values()) > 5 and len(forms) == 6
+    assert scopes.keys() == {(0, 0), (3, 0), (0, 2)}
 
 
 def test_pairs_are_those_that_fit_the_rule():
