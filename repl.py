@@ -75,6 +75,7 @@ class REPL:
         except BaseException:
             self._close()
             raise
+        self._first = {}  # the context lives in the worker now
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
 
 A worker runs code that nobody has checked, so the client does not trust its frames: they
 have a largest size, and `read_result` and `read_query` refuse what no honest worker sends.
-Left out: which frame may come when. The server decides that (repl_server.py).
+Left out: which frame of a worker may come when. The server decides (repl_server.py).
 """
 
 from __future__ import annotations

@@ -311,23 +311,21 @@ class Server:
     # Relaying frames
 
     def from_client(self, slot: Slot) -> None:
+        """Read once, and pass it on as it comes: a large context is never held in full."""
         try:
             slot.client.read()
-            found = take_frame(slot.client.inbox, slot.limits.frame_mb)
         except (EOFError, OSError):  # closed: nobody is left to hear why
             slot.state = "dead"
             self.kill(slot)
             slot.client.close()
             return
-        if found is None or slot.state == "dead":
+        data, slot.client.inbox = slot.client.inbox, bytearray()
+        if slot.state == "dead":
             return
-        kind, data = found
-        if kind == b"S":
-            slot.left = START_SECONDS
-        elif kind == b"X":
-            slot.left = slot.limits.seconds
-        slot.deadline = time.monotonic() + slot.left
-        slot.state = "running"
+        if slot.state != "running":  # a frame begins, and with it the clock
+            new = {"new": START_SECONDS, "idle": slot.limits.seconds}
+            slot.deadline = time.monotonic() + new.get(slot.state, slot.left)
+            slot.state = "running"
         slot.worker.write(data)
 
     def from_worker(self, slot: Slot) -> bool:
