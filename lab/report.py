@@ -294,13 +294,15 @@ TREES = """<h2>Trees</h2><div class=browser><nav>
 
 STYLE = """
 :root{color-scheme:light dark;--bg:light-dark(#fff,#14161a);
---fg:light-dark(#1b1d22,#e4e6eb);--muted:light-dark(#666c78,#9aa1ae);--line:light-dark(#dfe2e8,#30343c);
+--fg:light-dark(#1b1d22,#e4e6eb);--muted:light-dark(#666c78,#9aa1ae);
+--line:light-dark(#dfe2e8,#30343c);
 --soft:light-dark(#f4f5f8,#1d2026);--blue:light-dark(#1f6fd0,#5aa2f5)}
 *{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
+body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif;
+overflow-wrap:anywhere}
 main{max-width:1200px;margin:0 auto;padding:16px}
 h1{font-size:1.5rem;margin:.3em 0}h2{font-size:1.15rem;margin:1.6em 0 .5em}h3{margin:0}
-.muted{color:var(--muted);font-size:.87rem;overflow-wrap:anywhere}
+.muted{color:var(--muted);font-size:.87rem}
 .bad{color:light-dark(#b3261e,#ff8a80)}
 
 .scroll{overflow-x:auto}
@@ -309,12 +311,14 @@ th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);
 white-space:nowrap}th{color:var(--muted);font-weight:500}
 th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
 
-.figures{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0;flex:1 1 300px;max-width:520px}
+.figures{display:flex;flex-wrap:wrap;gap:16px}
+figure{margin:0;flex:1 1 300px;max-width:520px}
 figcaption{font-weight:600;font-size:.9rem}svg{width:100%;height:auto}
 svg text{fill:var(--muted);font-size:14px}.grid{stroke:var(--line)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:4px 0;
-font-size:.87rem}.bare{stroke-dasharray:5 4}i.bare{border-top-style:dashed}
+font-size:.87rem}.bare{stroke-dasharray:5 4}
 .legend i{display:inline-block;width:18px;border-top:3px solid;margin:0 6px 4px 0}
+.legend .bare{border-top-style:dashed}
 [class^=c]{stroke:var(--c);fill:var(--c)}i[class^=c]{color:var(--c)}
 .c0{--c:var(--blue)}.c1{--c:light-dark(#c8541b,#f08a4f)}.c2{--c:light-dark(#1a8a5f,#45c493)}
 .c3{--c:light-dark(#8250c4,#b48bf0)}.c4{--c:light-dark(#b8860b,#e0b23c)}
@@ -325,15 +329,15 @@ label{display:block;font-size:.87rem;color:var(--muted);margin-bottom:6px}
 select,button{font:inherit;color:inherit;background:var(--soft);border-radius:6px;
 border:1px solid var(--line);padding:4px 8px;max-width:100%;cursor:pointer}
 #list{max-height:70vh;overflow:auto}#list button:focus{border-color:var(--blue)}
-#list button{display:block;width:100%;text-align:left;overflow-wrap:anywhere}
+#list button{display:block;width:100%;text-align:left}
 details{border-left:2px solid var(--line);padding-left:10px;margin:4px 0}
-summary{cursor:pointer;padding:3px 0;overflow-wrap:anywhere}
+summary{cursor:pointer;padding:3px 0}
 .turn{margin:8px 0;border:1px solid var(--line);border-radius:6px;overflow:hidden}
 .turn>b{display:block;padding:2px 8px;font-size:.78rem;font-weight:500;
 background:var(--soft);color:var(--muted)}
 .turn.assistant{border-color:var(--blue)}.turn p{margin:0;padding:6px 8px 0}
 pre{margin:0;padding:8px;font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;
-overflow-wrap:anywhere;max-height:420px;overflow:auto}
+max-height:420px;overflow:auto}
 .tokens span{border-radius:2px;cursor:pointer}.tokens .off{color:var(--muted)}
 .tokens .on{box-shadow:inset 0 -1px var(--fg)}
 @media(max-width:700px){.browser{grid-template-columns:1fr}#list{max-height:200px}}

@@ -1,13 +1,8 @@
 """The page: escaped whatever a model writes, and it works in a real browser."""
-import contextlib
-import fcntl
 import html.parser
 import json
-import os
 import re
-import select
 import shutil
-import signal
 import subprocess
 
 import pytest
@@ -130,131 +125,78 @@ def test_a_chart_needs_two_lengths_and_a_failed_row_is_left_out():
 # --- in a browser -------------------------------------------------------------------------
 
 
-class Browser:
-    """A headless Chromium, spoken to in the DevTools protocol over a pipe: it reads from
-    descriptor 3 and writes to 4."""
-
-    def __init__(self, folder, width=1200, height=900):
-        (give, self.write), (read, take) = os.pipe(), os.pipe()
-        for_browser = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (give, take)]
-        flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-                 "--disable-background-networking --disable-component-update "
-                 f"--disable-sync --remote-debugging-pipe --user-data-dir={folder}")
-        shell = 'exec 3<&{} 4>&{} "$@"'.format(*for_browser)
-        self.process = subprocess.Popen(
-            ["bash", "-c", shell, "bash", CHROMIUM, *flags.split(), "about:blank"],
-            pass_fds=for_browser, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)
-        for fd in (give, take, *for_browser):
-            os.close(fd)
-        self.read = os.fdopen(read, "rb")
-        self.number, self.rest, self.events, self.session = 0, b"", [], None
-        targets = self("Target.getTargets")["targetInfos"]
-        page = next(t["targetId"] for t in targets if t["type"] == "page")
-        attached = self("Target.attachToTarget", targetId=page, flatten=True)
-        self.session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self(f"{domain}.enable")
-        self("Emulation.setDeviceMetricsOverride", width=width, height=height,
-             deviceScaleFactor=1, mobile=width < 600)
-
-    def message(self):
-        while b"\0" not in self.rest:
-            ready, _, _ = select.select([self.read], [], [], 120)
-            part = os.read(self.read.fileno(), 1 << 20) if ready else b""
-            if not part:
-                raise RuntimeError("the browser is gone")
-            self.rest += part
-        one, _, self.rest = self.rest.partition(b"\0")
-        return json.loads(one)
-
-    def __call__(self, method, **params):
-        self.number += 1
-        asked = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            asked["sessionId"] = self.session
-        raw = json.dumps(asked).encode() + b"\0"
-        while raw:
-            raw = raw[os.write(self.write, raw):]
-        while True:
-            got = self.message()
-            if got.get("id") == self.number:
-                assert "error" not in got, got
-                return got["result"]
-            self.events.append(got)
-
-    def open(self, path):
-        self("Page.navigate", url=f"file://{path}")
-        while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
-            self.events.append(self.message())
-
-    def js(self, code):
-        done = self("Runtime.evaluate", expression=code, returnByValue=True)
-        assert "exceptionDetails" not in done, done
-        return done["result"].get("value")
-
-    def problems(self):
-        """Errors in the console, exceptions, and requests for anything but the page."""
-        self("Runtime.evaluate", expression="1")  # what came before it is reported by now
-        asked = [e["params"]["request"]["url"] for e in self.events
-                 if e.get("method") == "Network.requestWillBeSent"]
-        bad = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
-        return [e for e in self.events if e.get("method") in bad] + asked[1:]
-
-    def close(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        os.close(self.write)
-        self.read.close()
+WATCH = """
+const seen = {problems: []};
+onerror = message => { seen.problems.push(message); };
+document.addEventListener('securitypolicyviolation', event => {
+  seen.problems.push(event.blockedURI);
+});
+const count = what => document.querySelectorAll(what).length;
+const click = what => document.querySelector(what).click();
+const settled = () => new Promise(done => setTimeout(done, 50));
+"""
+TELL = """
+steps().catch(onerror).then(
+  () => document.documentElement.replaceChildren(el('pre', JSON.stringify(seen))));
+"""
 
 
 @pytest.fixture
-def browser(tmp_path):
+def browser(tmp_path, monkeypatch):
+    """Opens a page in a headless Chromium and runs `steps` as a part of the page's script,
+    the only one that its policy allows. Returns what they put into `seen`."""
     if not CHROMIUM:
         pytest.skip("no chromium here")
-    started = []
 
-    def start(page, **options):
-        (tmp_path / "page.html").write_text(page, encoding="utf-8")
-        started.append(Browser(tmp_path / "profile", **options))
-        started[-1].open(tmp_path / "page.html")
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    def run(make, steps, size="1200,900"):
+        ours = f"{WATCH}async function steps() {{{steps}}}{TELL}"
+        monkeypatch.setattr(report, "SCRIPT", report.SCRIPT + ours)
+        path = tmp_path / "page.html"
+        path.write_text(make(), encoding="utf-8")
+        dom = subprocess.run(
+            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+             f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={size}",
+             "--virtual-time-budget=10000", f"file://{path}"],
+            capture_output=True, timeout=120).stdout.decode()
+        found = re.search("<pre.*?>(.*?)</pre>", dom, re.S)[1]
+        return json.loads(html.unescape(found))
+    return run
 
 
 def test_in_a_browser_a_hostile_tree_opens_and_stays_text(browser):
-    page = browser(hostile_page(), width=390, height=844)
-    assert page.js("document.querySelectorAll('#list button').length") == 2
-    page.js("document.querySelector('#list button').click()")
-    page.js("for (const d of document.querySelectorAll('#tree details')) d.open = true")
-    page.js("new Promise(done => setTimeout(done, 0))")
-    shown = page.js("document.getElementById('tree').textContent")
-    for text in EVIL[:4]:
-        assert text in shown
-    assert page.js("document.querySelectorAll('#tree details').length") == 4  # all nodes
-    assert "1.250" in shown and "inherited advantage" in shown
-    markup = "#tree img, #tree script, #tree svg"
-    assert page.js(f"document.querySelectorAll('{markup}').length") == 0
-    assert page.js("document.title").startswith("</script>")  # and not what it would set
-    assert page.js("document.documentElement.scrollWidth <= innerWidth")
-    page.js("const f = document.getElementById('filter')")
-    page.js("f.selectedIndex = 1; f.onchange()")
-    assert page.js("document.querySelectorAll('#list button').length") == 1
-    assert page.problems() == []
+    seen = browser(hostile_page, """
+        seen.listed = count('#list button');
+        click('#list button');
+        await settled();
+        for (const d of document.querySelectorAll('#tree details')) d.open = true;
+        await settled();
+        for (const flip of document.querySelectorAll('.turn b button')) flip.click();
+        seen.text = $('tree').textContent;
+        seen.nodes = count('#tree details');
+        seen.markup = count('#tree img, #tree script, #tree svg');
+        seen.title = document.title;
+        seen.fits = document.documentElement.scrollWidth <= innerWidth;
+        $('filter').selectedIndex = 1;
+        $('filter').onchange();
+        seen.filtered = count('#list button');""", size="390,844")
+    assert all(text in seen["text"] for text in EVIL[:4])
+    assert "1.250" in seen["text"] and "inherited advantage" in seen["text"]
+    assert seen["title"].startswith("</script>")  # and not what it would set
+    assert (seen["listed"], seen["filtered"], seen["nodes"]) == (2, 1, 4)
+    assert (seen["markup"], seen["fits"], seen["problems"]) == (0, True, [])
 
 
 def test_in_a_browser_thousands_of_nodes_are_made_only_when_opened(browser):
-    trees = [tree("wide", children=4000)] + [tree("x")] * 900
-    page = browser(report.page("many", {}, [], trees=[("rlm1 #0", t) for t in trees]))
-    assert page.js("document.querySelectorAll('*').length") < 1000
-    page.js("document.querySelector('#list button').click()")
-    assert page.js("document.querySelectorAll('#tree details').length") == 201
-    page.js("document.querySelector('#tree details > div:last-child > button').click()")
-    assert page.js("document.querySelectorAll('#tree details').length") == 401
-    page.js("const o = document.getElementById('order'); o.selectedIndex = 3; o.onchange()")
-    assert "4001 nodes" in page.js("document.querySelector('#list button').textContent")
-    assert page.problems() == []
+    trees = [("rlm1 #0", t) for t in [tree("wide", children=4000)] + [tree("x")] * 900]
+    seen = browser(lambda: report.page("many", {}, [], trees=trees), """
+        seen.elements = count('*');
+        click('#list button');
+        await settled();
+        seen.nodes = [count('#tree details')];
+        click('#tree details > div:last-child > button');
+        seen.nodes.push(count('#tree details'));
+        $('order').selectedIndex = 3;
+        $('order').onchange();
+        seen.first = $('list').textContent;""")
+    assert seen["elements"] < 1000 and seen["nodes"] == [201, 401]
+    assert "4001 nodes" in seen["first"][:60] and seen["problems"] == []
