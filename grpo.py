@@ -1,7 +1,7 @@
 """GRPO on trees: from the rewards of the roots to a loss over sampled tokens.
 
 For each question G trees are sampled, and only their roots are scored. Root g has, within
-its group, the advantage (DeepSeekMath, 2402.03300, eq. 3)
+its group, the advantage (DeepSeekMath, 2402.03300, section 4.1.2; the floor is ours)
 
     A_g = (r_g - mean(r)) / (std(r) + floor)
 
@@ -15,14 +15,14 @@ a tree is the recursion of "Reinforcing Recursive Language Models" (alphaXiv, 20
 over the k_y children of y that sampled a token, and the sampled tokens t of y; the loss is
 -J. So a root with forty children does not outweigh one with two.
 
-    c        a constant (Dr. GRPO) where the blog has GRPO's 1/|y|
+    c        a constant (Dr. GRPO) where that article has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
     w_t      pi_old / pi_sampler, which differ a little in precision and kernels; detached
              and truncated as in TIS (truncated importance sampling)
     k3_t     estimates KL(pi || pi_ref), pi_ref being the policy that GRPO started from
 
 A batch goes through the functions from top to bottom: `advantages` (one per tree),
-`inherit` (one per sampled turn), `node_weights` (the factors 1/k), `make_rows` (one per
+`inherit` (a Credit per node), `node_weights` (the factors 1/k), `make_rows` (one per
 node), `micro_batches` and `collate` (packs of rows without padding, each row sees only
 itself), `policy_loss`. All weights are known before the first forward pass, so the loss
 depends neither on the packs nor on which rank computes them.
@@ -45,12 +45,12 @@ from tree import Node, Rollout
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 STD_FLOOR = 1e-2  # added to the deviation, so that nearly equal rewards count little
 CLIP_LOW = 0.2  # ratios are clipped below 1 - CLIP_LOW; GRPO's value, and DAPO's
-GAP_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
+TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
 
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """The switches of the objective. Raises ValueError where one would have no effect."""
+    """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
         "grpo", "grpo; filter, dpo, own, half_own, process, one_child (lab/objectives.py);"
                 " or path/to/file.py[:function]")
@@ -58,7 +58,7 @@ class GRPOConfig:
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))
     children: str = flag(
-        "mean", "weight of each of k children. mean: 1/k of its parent's; sum: all of it",
+        "mean", "weight of each of k children. mean: 1/k of its parent's; sum: the same",
         choices=("mean", "sum"))
     length: str = flag(
         "constant", "weight of a token in its node y. sequence: 1/|y| (GRPO); constant: "
@@ -79,7 +79,7 @@ class GRPOConfig:
         if self.length == "batch" and self.children == "sum":
             raise ValueError("length batch weights all tokens alike, whoever sampled them")
         if self.updates == 1 and self.clip_high != 0.2:
-            raise ValueError("ratios are 1 in the first update: clip_high needs updates")
+            raise ValueError("clip_high has no effect with updates 1: the ratio is 1")
 
 
 def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
@@ -105,8 +105,9 @@ def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> li
 
 
 def relative(values: list[float], config: GRPOConfig) -> list[float]:
-    """Values minus their mean; with std "on" over their deviation (of the population)."""
-    if max(values) - min(values) < 1e-9:  # what rounding leaves of the mean is no signal
+    """Values minus their mean. With std "on" they are divided by the deviation of the
+    population plus STD_FLOOR."""
+    if max(values) - min(values) < 1e-9:  # all equal: what rounding leaves is no signal
         return [0.0] * len(values)
     mean, deviation = statistics.fmean(values), statistics.pstdev(values)
     scale = deviation + STD_FLOOR if config.std == "on" else 1.0
@@ -117,7 +118,7 @@ def relative(values: list[float], config: GRPOConfig) -> list[float]:
 class Credit:
     """What an objective says of a node: which of its turns to strengthen, and how much."""
     advantages: list[float]  # one per sampled turn
-    weight: float  # of each of the node's tokens, beside the weight for its length
+    weight: float  # of each of the node's tokens; make_rows multiplies it by c
 
 
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
@@ -126,7 +127,7 @@ def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 
 
 def inherit(rollouts: list[Rollout], per_tree: list[float], config: GRPOConfig) -> dict:
-    """One advantage per tree, given to each of its nodes that are trained, and no other."""
+    """A Credit for each node that is trained: the advantage of its tree, in each turn."""
     result = {}
     for rollout, advantage in zip(rollouts, per_tree):
         if rollout.failed:
@@ -160,12 +161,12 @@ def node_weights(root: Node, config: GRPOConfig = GRPOConfig()) -> dict[Node, fl
 
 @dataclass(frozen=True)
 class Row:
-    """One node as training data: everything that the loss needs but the policy."""
+    """One node as training data: all that the loss needs, except the model's output."""
     ids: list[int]
     mask: list[int]  # 1 for sampled tokens
     logprobs: list[float]  # the sampler's, 0 where mask is 0
     advantages: list[float]  # of each sampled token
-    weight: float  # of each sampled token in the batch's loss
+    weight: float  # of each sampled token in the loss: Credit.weight times c over the trees
     depth: int = 0
 
 
@@ -225,10 +226,10 @@ def micro_batches(rows: list[Row], max_tokens: int, attention_cost: float = 0.0,
 
 
 def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
-    """The tensors of a pack. Without rows it is one token that nobody sampled.
+    """The tensors of a pack. An empty one has a single token, with mask 0.
 
-    ids and mask are (1, T), rows one after another, of these lengths. The rest is (N,), one
-    entry per sampled token in the order of model.logprobs."""
+    ids and mask are (1, T): rows one after another, whose lengths are in "lengths". The
+    others are (N,), one entry per sampled token, in the order of model.logprobs."""
     def flat(values, dtype=torch.float32):
         listed = [value for row in rows for value in values(row)]
         return torch.tensor(listed, dtype=dtype, device=device)
@@ -246,10 +247,11 @@ def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
 
 def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
                 config: GRPOConfig) -> "tuple[Tensor, Stats]":
-    """-J over the sampled tokens of a pack, and what to watch.
+    """-J over the sampled tokens of a pack, and its statistics.
 
-    `pack` is what collate returned, with two (N,) more: "old", the log-probabilities before
-    the update (absent in the first), and "reference", those of pi_ref for a KL term."""
+    `pack` is what collate returned, with up to two more tensors (N,): "old", the
+    log-probabilities before the first update (absent if there is only one), and
+    "reference", those of pi_ref for the KL term."""
     old_N = pack.get("old", logprobs_N).detach()
     A_N = pack["advantages"]
 
@@ -259,7 +261,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
     surrogate_N = torch.minimum(ratio_N * A_N, clipped_N * A_N)
 
     gap_N = old_N - pack["sampler"]
-    trust_N = gap_N.exp().clamp(max=GAP_MAX)
+    trust_N = gap_N.exp().clamp(max=TRUST_MAX)
     objective_N = trust_N * surrogate_N
 
     reference_kl_N = torch.zeros_like(old_N)
@@ -287,7 +289,7 @@ WATCHED = "tokens ratio clipped kl reference_kl entropy advantage gap".split()
 
 @dataclass(frozen=True)
 class Stats:
-    """What to watch in an update, as plain numbers; `+` adds packs and ranks."""
+    """The statistics of an update as plain numbers; `+` combines packs and ranks."""
     sums: list[list[float]] = ()  # over the tokens of each depth, in the order of WATCHED
     largest_gap: float = 0.0  # between log-probabilities of trainer and sampler
 
@@ -308,8 +310,9 @@ class Stats:
 
 
 def own_correlation(rollouts: list[Rollout], per_tree: list[float]) -> float | None:
-    """Pearson's, of the nodes' own scores and the advantages that they inherit: how well a
-    root's reward tells which child did well. None without scores, or if one is constant."""
+    """Pearson's correlation of the nodes' own scores and the advantages that they inherit:
+    how well a root's reward tells which child did well. None without scores, or if one of
+    the two is constant."""
     pairs = [(node.score, advantage) for rollout, advantage in zip(rollouts, per_tree)
              for node in rollout.root.walk() if not rollout.failed]
     pairs = [(score, advantage) for score, advantage in pairs if score is not None]

@@ -6,19 +6,19 @@ FINAL(value) in one. Its code may call the model again: rlm_query starts a child
 REPL of its own, llm_query asks for one plain completion. Parent and child are the same
 policy, and the result is a tree of nodes.
 
-Rules, in prompt and code alike:
+Rules:
 - All blocks of a message run in order. The first error or FINAL stops the rest.
-- A message without a complete block gets a reminder and costs a turn.
+- A message without a complete block gets a note that says so, and costs a turn.
 - Conversations are append-only. An observation ends with turn counter and question.
-- A node at depth <= max_depth has a REPL. Below, rlm_query is a plain completion over
-  prompt and context.
-- Budgets (nodes, sampled tokens, wall clock) belong to the tree and are reserved before
-  use. A batched query returns one value per prompt. What was refused is a string that says
-  why.
+- rlm_query at a depth <= max_depth makes a node with a REPL. Below, it is a plain
+  completion over prompt and context.
+- Budgets belong to the tree. Nodes and sampled tokens are reserved before use, the clock is
+  checked before each completion. A batched query returns one value per prompt; for a
+  refused call it is an error string.
 
-The policy is any awaitable policy(node, max_tokens, key) -> Completion. The tokenizer is
-handed in. Without one (None) turns carry text only. No torch is imported here: the command
-line and the class RLM load a model when they need it.
+The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
+(None) turns carry text only. No torch is imported here: the command line and the class RLM
+load a model when they need it.
 
 Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
 prose, as FINAL(...). Here only a call inside the REPL counts.
@@ -46,11 +46,11 @@ from tree import Completion, Node, Rollout, Turn, printable, render
 
 @dataclass(frozen=True)
 class RLMConfig:
-    """How a tree may grow. Saved beside the weights as rlm.json: eval uses what was
-    trained."""
+    """How a tree may grow. Saved beside the weights as rlm.json, so that eval.py and rlm.py
+    use what was trained."""
     max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
-    max_turns: int = 6  # messages of one node
-    turn_tokens: int = 1024  # sampled tokens of one message
+    max_turns: int = 6  # messages that the policy may write in one node
+    turn_tokens: int = 1024  # sampled tokens of one message, at most
     window: int = 32_768  # tokens of one node, prompts and observations included
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
@@ -61,8 +61,7 @@ class RLMConfig:
 
     @classmethod
     def load(cls, path: str) -> "RLMConfig":
-        """From rlm.json. Raises OSError, or ValueError naming the file and what is
-        wrong."""
+        """From rlm.json. Raises OSError, or ValueError that names file and field."""
         try:
             config = from_dict(cls, read_json(path), may_be_zero=("max_depth",))
         except ValueError as error:
@@ -83,9 +82,9 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
                   key: tuple = ()) -> Node:
     """Run one tree for a task and return its root; the answer is root.answer.
 
-    `key` = (seed, step, rollout) is extended by (path, turn) for every completion. The
-    policy's mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a
-    REPL that could not be started, a sampler error. The tree is then lost."""
+    `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
+    mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a REPL
+    that could not be started, a sampler error. The tree is then lost."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
     if tree.open(root, task.query, task.context):
@@ -108,14 +107,13 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                   score: Callable = tasks.reward) -> list[Rollout]:
     """Run and score one tree for each question, up to `at_once` side by side.
 
-    Returns the rollouts in order. A tree's number in its key is its place in the list,
-    unless
-    `numbers` says otherwise. `score(task, answer) -> float` may be async. `on_done` sees
-    each rollout as it ends.
+    Returns the rollouts in order. A tree's key ends with its place in the list, or with its
+    number in `numbers`, where this process has only a share of the trees. `score(task,
+    answer) -> float` may be async. `on_done` sees each rollout as it ends.
 
-    A tree that the machine lost is run again. After `tries` it comes back with `failed`
-    set and reward 0: keep it out of means and baselines. If all are lost, the last error
-    is raised."""
+    A tree that the machine lost is run again. After `tries` it comes back with `failed` set
+    and reward 0: keep it out of means and baselines. If all are lost, the last error is
+    raised."""
     gate = asyncio.Semaphore(at_once)
     lost: Exception | None = None
 
@@ -128,7 +126,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                     root = await rollout(task, policy, tokenizer, config, (*key, number))
                     failed = ""
                     break
-                except HandedInError:  # its author has to mend it: another try is no use
+                except HandedInError:  # a bug in the user's file: no second try
                     raise
                 except Exception as error:
                     lost, failed = error, repr(error)
@@ -166,8 +164,8 @@ class _Tree:
         self.deadline = time.monotonic() + config.seconds
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening turns. Returns why not, if they leave no room to
-        answer."""
+        """Give a node its opening turns. Returns "", or an error text if they leave no room
+        for an answer."""
         system, user = opening(node, query, context, self.task.kind, self.config)
         ids = self.tokenizer.open(system, user) if self.tokenizer else []
         size = len(ids) if self.tokenizer else (len(system) + len(user)) // 4
@@ -236,7 +234,7 @@ class _Tree:
                 node.answer, node.end = result.final, "final"
                 break
             if result.died:
-                # The word comes from the worker, so hostile code may have forged it.
+                # `died` may come from hostile code that answered in the worker's place.
                 node.end = result.died if result.died in ENDS else "protocol"
                 break
             if result.error:
@@ -245,8 +243,7 @@ class _Tree:
 
     def observe(self, node: Node, completion: Completion, seen: str, turn: int,
                 query: str) -> bool:
-        """Append what the model sees next. Returns False if it does not fit into the
-        window."""
+        """Append what the model sees next. False if it does not fit into the window."""
         text = observation(seen, turn + 2, self.config.max_turns, query, self.config.style)
         ids = []
         if self.tokenizer:
@@ -259,8 +256,8 @@ class _Tree:
         return True
 
     def size(self, node: Node) -> int:
-        """Tokens of a conversation. Where nobody made ids, four characters count as a
-        token: without a tokenizer, and in what an API wrote."""
+        """Tokens of a conversation. A text without ids (of an API, or without a tokenizer)
+        counts as one token per four characters."""
         total = 0
         for turn in node.turns:
             has_ids = turn.ids or (self.tokenizer and turn.role != "assistant")
@@ -280,7 +277,7 @@ class _Tree:
             kind = "llm"  # below max_depth nobody has a REPL
         values: list[Any] = [None] * len(prompts)
         running, limit = [], self.config.max_nodes
-        for i, (prompt, part) in enumerate(zip(prompts, contexts)):
+        for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
             if self.nodes_left < 1:
                 values[i] = f"Error: the tree's budget of {limit} nodes is used up"
                 continue
@@ -310,7 +307,7 @@ class _Tree:
 # Prompts and parsing
 
 BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-REMINDER = 200  # characters of the question that each observation repeats
+REPEATED = 200  # characters of the question that each observation repeats
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
 ENDS = {
     "turns": "out of turns",
@@ -323,8 +320,8 @@ ENDS = {
 
 
 def parse(text: str) -> list[str]:
-    """The code of all complete ```repl blocks, in order. A closing fence starts its
-    line."""
+    """The code of all complete ```repl blocks, in order. The closing fence has to be at the
+    start of a line."""
     return BLOCK.findall(text)
 
 
@@ -342,26 +339,26 @@ persist between messages. Only what is printed is shown to you, at most {output}
 characters a block, so print little. You have {turns} messages of at most {tokens} tokens.
 
 In the REPL you have:
-- context: the data. FINAL(value): your answer; ends at once. FINAL_VAR("name"): the same \
-with a variable. SHOW_VARS(): names, types and sizes of your variables. Or build the \
-answer in the dict `answer`: answer["content"] = value, and answer["ready"] = True ends as \
-FINAL does.
+- context: the data. FINAL(value): gives your answer and ends at once. FINAL_VAR("name"): \
+gives the value of that variable. SHOW_VARS(): names, types and sizes of your variables. \
+Or build the answer in the dict `answer`: answer["content"] = value, and answer["ready"] = \
+True ends as FINAL does.
 {calls}{tools}
 {strategy}
-Give the answer only by calling FINAL inside a block. Be quick: look, {delegate}combine, \
-FINAL."""
+Give the answer only inside a block. Be quick: look, {delegate}combine, FINAL."""
 
 CALLS = """\
-- rlm_query(prompt, context=None) -> the answer of {child} over the given \
-context (yours if None). rlm_query_batched(prompts, contexts) -> a list, all at once; one \
-string as prompts is used for every context.
+- rlm_query(prompt, context=None) -> the answer of {child}. Its context is yours if you \
+give none. rlm_query_batched(prompts, contexts) -> a list, all at once; one string as \
+prompts is used for every context.
 - llm_query(prompt) -> str, llm_query_batched(prompts) -> list: a model without a REPL, \
 for short texts.
-A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
+A call that fails gives a string that begins with "Error". At most {nodes} calls in the \
+whole tree of calls.
 """
 
 CHILD = "a child with a REPL of its own, working like you"
-READER = "a model without a REPL that reads the whole context, so keep it short,"
+READER = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
 PROMPTS = {"full": FULL, "bare": FULL, "brief": BRIEF}
@@ -389,7 +386,7 @@ def opening(node: Node, query: str, context: Any, kind: str,
 
 def observation(seen: str, turn: int, turns: int, query: str, style: str) -> str:
     """What follows a message: its output, the turn counter, and the question once more."""
-    short = query if len(query) <= REMINDER else query[:REMINDER] + " …"
+    short = query if len(query) <= REPEATED else query[:REPEATED] + " …"
     if style == "brief":
         return f"{seen}\n{turn}/{turns} {short}"
     head = f"REPL output:\n{seen}" if seen else "The REPL printed nothing."
@@ -414,7 +411,7 @@ def as_text(context: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------
-# Policies, and a model to ask
+# A policy from a sampler, and a trained model to ask
 
 def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.0):
     """The policy that samples after node.ids; `sampler` is a sampler.Sampler."""
@@ -427,8 +424,7 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.
 
 
 class RLM:
-    """A trained model to ask: RLM("runs/tiny/final").completion(question, context) ->
-    answer.
+    """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
     `trace` holds the root of the last tree. Raises FileNotFoundError or ValueError, one
     line, for a directory that is no checkpoint."""
@@ -450,7 +446,7 @@ class RLM:
 
     def completion(self, query: str, context: Any) -> Any:
         """The answer (any JSON value), or None if the model gave none."""
-        task = Task("question", "question", query, context)
+        task = Task(id="question", kind="question", query=query, context=context)
         with self.sampler.threads():
             self.trace = asyncio.run(
                 rollout(task, self.policy, self.tokenizer, self.config, (self.seed,)))

@@ -1,33 +1,30 @@
 """Train a recursive language model: `python train.py`, nothing else needed.
 
-In order: (1) a warm-up, supervised on scripted rollouts. Good and bad strategies are
-mixed on purpose, so that the policy knows the syntax of its REPL but not what to do with
-it. (2) GRPO, where only the root's answer is scored and every child inherits its root's
-advantage. (3) A held-out evaluation before and after, on questions never seen, and on
-longer contexts.
+1. A warm-up, supervised on scripted rollouts. Good and bad strategies are mixed on purpose:
+   the policy learns the syntax of its REPL, but not what to do with it.
+2. GRPO: only the root's answer is rewarded, and every child inherits its root's advantage.
+3. A held-out evaluation before GRPO and after it, on questions never seen; after it also on
+   longer contexts, where the task has them.
 
 Without --model a tokenizer is trained, and a tiny Qwen3 is initialised and saved like any
-checkpoint. Everything after that is the same code for it and for a downloaded one.
+checkpoint. All that follows is the same code for it and for a downloaded one.
 
-All randomness is drawn from (seed, phase, step), so a resumed run continues as if it had
-never stopped. With --lora-rank the warm-up still trains all weights. Then they are frozen
-and adapters are trained, so the model without its adapters is the one that GRPO started
-from.
+All random numbers are drawn from (seed, phase, step), so a resumed run continues with the
+same ones. With --lora-rank the warm-up still trains all weights; then they are frozen, and
+GRPO trains adapters. So the model without its adapters is the one that GRPO started from.
 
-`torchrun --nproc-per-node N train.py ...` is the same run on N devices
-(runtime/parallel.py): each rank samples its share of a step's questions, then the nodes
-of all are dealt out for the update. What a run writes is in runtime/run.py, its metrics
-in runtime/metrics.py. """
+`torchrun --nproc-per-node N train.py ...` is the same run on N devices. Each rank samples
+its share of a step's questions; for the update, the nodes of all trees are divided among
+the ranks (runtime/parallel.py). runtime/run.py says what a run writes. """
 import asyncio
 import math
 import os
 import random
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 
-import runtime  # before torch: it says how torch's threads wait
+import runtime  # before torch: it sets how torch's threads wait
 
 import torch
 from tqdm import tqdm, trange
@@ -44,7 +41,7 @@ from runtime import checkpoint, handed_in, metrics, parallel, plan
 from runtime.device import COMPUTE, DEVICE, frozen_dtype
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
-from runtime.run import Run, RunConfig, facts, flags_of_run
+from runtime.run import Run, RunConfig, facts, finish_first, flags_of_run
 from sampler import Sampler, SamplerError
 from tokenizer import Tokenizer
 from tree import Rollout, read_rollouts, render
@@ -61,11 +58,12 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """What GRPO samples and how it updates."""
+    """What a step of GRPO samples, and how it updates."""
     steps: int = flag(120, "GRPO steps", common=True)
-    tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: it does not")
+    tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
-    group: int = flag(8, "trees per question; their mean is the baseline", 2, common=True)
+    group: int = flag(
+        8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
         0.0, "peak rate, falls linearly to a tenth; 0: 5e-4, or 2e-3 with adapters",
         common=True)
@@ -75,7 +73,7 @@ class UpdateConfig:
         False, "compute layers again in the backward pass, do not keep their activations")
     bf16_states: bool = flag(
         False, "keep AdamW's two moments in bfloat16: 4 bytes per weight less")
-    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, rows packed", 1)
+    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, at most", 1)
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
           "the objective": GRPOConfig}
 
-# The model that is made without --model, and how its trees may grow (a task may differ,
-# TINY).
-TINY = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-            max_position_embeddings=384, rope_theta=1e4)
+# The model that is made without --model, and how its trees may grow. A task can change
+# fields of TINY_RLM: tasks.NAME.TINY.
+TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+                  num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                  max_position_embeddings=384, rope_theta=1e4)
 TINY_VOCABULARY = 640
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief",
@@ -129,7 +127,7 @@ class Trainer:
         self.run = run = Run(config, world)
         world.agree(facts(config))
 
-        # Everything that the user gave is read before anything is written.
+        # What the user gave is read first: a typo must not empty a directory.
         with world.together():
             check(config, world.size)
             self.reward = tasks.reward
@@ -158,9 +156,12 @@ class Trainer:
             self.teacher = None
             if config.warmup and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
-            warms_from = config.model or start.weights  # a warm-up's checkpoint is float32
-            self.frozen = frozen_dtype(start.weights if in_grpo else warms_from)
-            self.plan = plan.of_run(config, shape, self.rlm.window, self.frozen, world)
+            # The type of frozen weights is that of the first checkpoint: what a warm-up
+            # saves is float32.
+            first = start.weights if in_grpo or not config.model else config.model
+            self.frozen_dtype = frozen_dtype(first)
+            self.plan = plan.of_run(
+                config, shape, self.rlm.window, self.frozen_dtype, world)
             print(self.plan.table())
             problem = (self.plan.problem(warms_up, world.size)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
@@ -168,8 +169,8 @@ class Trainer:
                 raise ValueError(problem)
 
         with world.together():
-            frozen = config.lora_rank and not warms_up
-            self.load(start.weights, self.frozen if frozen else torch.float32,
+            frozen = config.lora_rank > 0 and not warms_up
+            self.load(start.weights, self.frozen_dtype if frozen else torch.float32,
                       adapters=in_grpo and config.lora_rank > 0)
             if start.adapter:
                 self.model.load_adapter(start.adapter)
@@ -187,7 +188,8 @@ class Trainer:
                 model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
             parallel.shard(model)
 
-        self.model = self.optimizer = None  # two models need twice the memory
+        self.model = self.optimizer = None
+        self.run.keep(None, None, self.tokenizer, self.rlm)  # frees the weights before
         self.model = Qwen3.from_pretrained(path, dtype, DEVICE, prepare)
         self.model.recompute = config.recompute
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
@@ -208,26 +210,20 @@ class Trainer:
             if run.state["phase"] == "warmup":
                 self.warm_up()
                 self.end_warm_up()
-            self.sampler = Sampler(
-                self.model, memory=self.plan.need(self.world.size)["KV cache"],
-                batch=plan.MOST_WINDOWS, window=self.rlm.window,
-                dtype=None if config.lora_rank else COMPUTE)
-            self.policy = rlm.local_policy(self.sampler, self.tokenizer)
-            self.reference = None  # adapters that are switched off need no second model
-            if config.kl and not self.model.rank:
-                self.reference = Qwen3.from_pretrained(run.path("warmup"), COMPUTE, DEVICE)
-                self.reference.requires_grad_(False)
+            self.make_sampler()
             if "heldout_warmup" not in run.state["results"]:
                 self.evaluate("heldout_warmup", self.heldout)
             last = self.reinforce()
         except KeyboardInterrupt:
-            if self.world.size == 1:  # several ranks are not all at the same place
+            # Several ranks may be at different places. They keep their last checkpoint.
+            if self.world.size == 1:
                 run.save_checkpoint()
             raise
         run.save_checkpoint()
 
         final = self.evaluate("heldout_final", self.heldout)
-        if not config.data and hasattr(tasks.load(config.task), "TOKENS"):
+        has_lengths = hasattr(tasks.load(config.task), "TOKENS")
+        if has_lengths and not config.data:
             longer = evaluation.heldout_tasks(config.heldout, config.task, times=4)
             self.evaluate("heldout_4x", longer)
         run.save_model("final")
@@ -240,7 +236,8 @@ class Trainer:
     # --- the warm-up ----------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Supervised steps on what scripts said, or what a teacher said."""
+        """Supervised steps on the assistant's turns of scripted trees, or of a
+        teacher's."""
         config, run = self.config, self.run
         if not config.warmup_steps:
             return
@@ -248,6 +245,7 @@ class Trainer:
         if trees is None:
             questions = [self.question("warmup", i) for i in range(config.warmup_trees)]
             trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
+        trees = [tree for tree in trees if not tree.failed]
         nodes = [node for tree in trees for node in tree.root.walk()
                  if node.sampled and len(node.ids) <= self.rlm.window]
         if not nodes:
@@ -263,21 +261,22 @@ class Trainer:
         for step in bar:
             rng = random.Random(f"{config.seed} warmup rows {step}")
             batch = rng.choices(nodes, k=WARMUP_ROWS)
-            rows = [Row(node.ids, node.mask, [], [], 1.0) for node in batch]
             tokens = sum(node.sampled for node in batch)
             loss = 0.0
-            for pack in self.packs(rows):
+            for pack in self.packs([Row(node.ids, node.mask, [], [], 1) for node in batch]):
                 logprobs, _ = self.model.logprobs(
                     pack["ids"], pack["mask"], pack["lengths"])
                 part = -logprobs.sum() / tokens
-                (part * self.world.size).backward()  # gradients are means over the ranks
+                (part * self.world.size).backward()  # FSDP averages gradients over ranks
                 loss += part.item()
             loss = sum(self.world.gather(loss))
 
-            lr = config.warmup_lr * min((step + 1) / 50, 1.0)
-            lr *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))
-            self.optimizer_step(lr, loss)
-            run.state["step"] = step + 1
+            rising = min((step + 1) / 50, 1.0)
+            cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
+            lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
+            with finish_first():
+                self.optimizer_step(lr, loss)
+                run.state["step"] = step + 1
             last = step + 1 == steps
             if step % 10 == 0 or last:
                 bar.set_postfix(loss=f"{loss:.3f}")
@@ -288,10 +287,10 @@ class Trainer:
                 run.save_checkpoint()
 
     def end_warm_up(self) -> None:
-        """Keep the weights as OUT/warmup, and go on from there with a fresh optimizer,
-        and with adapters if they are wanted."""
+        """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
+        adapters if they are wanted."""
         lora = self.config.lora_rank > 0
-        dtype = self.frozen if lora else torch.float32
+        dtype = self.frozen_dtype if lora else torch.float32
         path = self.run.save_model("warmup", dtype)
         self.load(path, dtype, adapters=lora)
         self.run.state.update(phase="grpo", step=0)
@@ -299,8 +298,21 @@ class Trainer:
 
     # --- GRPO -----------------------------------------------------------------------------
 
+    def make_sampler(self) -> None:
+        """Rollouts are sampled from a copy of the model, refreshed before every step."""
+        lora = self.config.lora_rank > 0
+        cache = self.plan.need(self.world.size)["KV cache"]
+        self.sampler = Sampler(self.model, memory=cache, batch=plan.MOST_WINDOWS,
+                               window=self.rlm.window, dtype=None if lora else COMPUTE)
+        self.policy = rlm.local_policy(self.sampler, self.tokenizer)
+        # With adapters the reference of a KL term is the model with its adapters off.
+        self.reference = None
+        if self.config.kl and not lora:
+            self.reference = Qwen3.from_pretrained(self.run.path("warmup"), COMPUTE, DEVICE)
+            self.reference.requires_grad_(False)
+
     def reinforce(self) -> list[Rollout]:
-        """The method. Returns the trees of the last step."""
+        """Steps of GRPO until --steps or --tokens are reached. Returns the last trees."""
         config, run, world, model = self.config, self.run, self.world, self.model
         rollouts: list[Rollout] = []
         while self.progress() < 1:
@@ -311,7 +323,7 @@ class Trainer:
             self.sampler.load(model)
             rollouts = self.collect(step)
             merged = {}
-            if model.rank:  # what the sampler's copy lost of the adapters by rounding
+            if model.rank:  # how much of the adapters the sampler's copy lost by rounding
                 merged = {"merge_gap": model.merge_gap(self.sampler.model)}
             sampled = time.monotonic()
 
@@ -321,24 +333,26 @@ class Trainer:
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
 
-            # Each update is one optimizer step over all rows. Without a signal: none.
+            # Each update is one optimizer step over all rows. If no row has an advantage,
+            # there is none.
             loss, norm, stats = 0.0, 0.0, Stats()
-            for _ in range(config.updates if rows else 0):
-                loss, stats = 0.0, Stats()
-                for pack in packs:
-                    logprobs, entropy = model.logprobs(
-                        pack["ids"], pack["mask"], pack["lengths"])
-                    part, part_stats = policy_loss(logprobs, entropy, pack, config)
-                    (part * world.size).backward()  # gradients are means over the ranks
-                    loss += part.item()
-                    stats += part_stats
-                losses, all_stats = zip(*world.gather((loss, stats)))
-                loss, stats = sum(losses), sum(all_stats, Stats())
-                norm = self.optimizer_step(self.learning_rate(step), loss)
+            with finish_first():
+                for _ in range(config.updates if rows else 0):
+                    loss, stats = 0.0, Stats()
+                    for pack in packs:
+                        logprobs, entropy = model.logprobs(
+                            pack["ids"], pack["mask"], pack["lengths"])
+                        part, part_stats = policy_loss(logprobs, entropy, pack, config)
+                        (part * world.size).backward()  # FSDP averages over the ranks
+                        loss += part.item()
+                        stats += part_stats
+                    losses, all_stats = zip(*world.gather((loss, stats)))
+                    loss, stats = sum(losses), sum(all_stats, Stats())
+                    norm = self.optimizer_step(self.learning_rate(), loss)
+                run.state["step"] += 1
+                run.state["sampled"] += metrics.sampled_tokens(rollouts)
+                run.state["skipped"] += not rows
 
-            run.state["step"] += 1
-            run.state["sampled"] += metrics.sampled_tokens(rollouts)
-            run.state["skipped"] += not rows
             seconds = self.sampler.stats["seconds"] - in_model
             self.show(rollouts, stats.metrics() | merged | {
                 "loss": loss, "grad_norm": norm, "rows": len(rows), "sample_s": seconds,
@@ -352,12 +366,12 @@ class Trainer:
         return rollouts
 
     def collect(self, step: int) -> list[Rollout]:
-        """The trees of a step. This rank samples its share of the questions, and then
-        gets the trees of the others."""
+        """The trees of a step. Each rank samples those of its share of the questions, then
+        all ranks get all trees."""
         config, world = self.config, self.world
         first = step * config.questions
         asked = [self.question("grpo", first + i) for i in range(config.questions)]
-        trees = [(task, f"0.{i}") for i, task in enumerate(asked)
+        trees = [(task, str(i)) for i, task in enumerate(asked)
                  for _ in range(config.group)]
         mine = [n for n in range(len(trees))
                 if n // config.group % world.size == world.rank]
@@ -374,14 +388,15 @@ class Trainer:
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
-        shares = grpo.micro_batches(rows, self.config.micro_tokens, self.plan.attention_cost,
-                                    self.world.rank, self.world.size)
+        shares = grpo.micro_batches(
+            rows, self.config.micro_tokens, self.plan.attention_cost, self.world.rank,
+            self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
     @torch.no_grad()
     def add_log_probabilities(self, packs: list[dict]) -> None:
-        """Those of the policy before the update, if there is more than one; and those of
-        the policy that GRPO started from, if there is a KL term."""
+        """"old", those of the policy before the first of several updates, and "reference",
+        those of the policy that GRPO started from, for a KL term."""
         for pack in packs:
             inputs = pack["ids"], pack["mask"], pack["lengths"]
             if self.config.updates > 1:
@@ -392,11 +407,6 @@ class Trainer:
                 with self.model.adapters_off():
                     pack["reference"], _ = self.model.logprobs(*inputs)
 
-    def learning_rate(self, step: int) -> float:
-        """Rises over five steps, then falls linearly to a tenth."""
-        peak = self.config.lr or LR * (4 if self.config.lora_rank else 1)
-        return peak * min(1.0, (step + 1) / 5) * (1 - 0.9 * min(1.0, self.progress()))
-
     def progress(self) -> float:
         """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
         config, state = self.config, self.run.state
@@ -404,9 +414,15 @@ class Trainer:
         by_tokens = state["sampled"] / config.tokens if config.tokens else 0.0
         return max(by_steps, by_tokens)
 
+    def learning_rate(self) -> float:
+        """Rises over the first five steps, then falls linearly to a tenth."""
+        peak = self.config.lr or LR * (4 if self.config.lora_rank else 1)
+        rising = min(1.0, (self.run.state["step"] + 1) / 5)
+        return peak * rising * (1 - 0.9 * min(1.0, self.progress()))
+
     def optimizer_step(self, lr: float, loss: float) -> float:
-        """Clip, step, clear. Returns the gradient's norm. Never lets a NaN into the
-        weights."""
+        """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
+        FloatingPointError before a NaN gets into the weights."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         norm = full_tensor(norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -415,11 +431,8 @@ class Trainer:
                 "checkpoint is intact; a lower learning rate may help")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Ctrl-C waits until all weights have taken the step.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return norm
 
     # --- questions, scores, and what people see -------------------------------------------
@@ -435,14 +448,13 @@ class Trainer:
         return self.questions[order[at]]
 
     def evaluate(self, name: str, questions: list[tasks.Task]) -> list[Rollout]:
-        """Score held-out questions under a name; one tree each."""
+        """One tree per held-out question; the scores are kept as results[name]."""
         world = self.world
         self.sampler.load(self.model)
         with self.sampler.threads():
             row, rollouts = evaluation.evaluate(
-                questions, self.policy, self.tokenizer, self.rlm,
-                (self.config.seed, name), name, slice(world.rank, None, world.size),
-                world.gather, self.reward)
+                questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
+                name, slice(world.rank, None, world.size), world.gather, self.reward)
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
@@ -451,7 +463,8 @@ class Trainer:
         return rollouts
 
     def keep_best(self) -> None:
-        """The weights with the best held-out score so far stay in OUT/best."""
+        """OUT/best has the weights with the best held-out score so far. That score is then
+        chosen on the questions it is measured on, so it is a little too high."""
         state = self.run.state
         self.evaluate("heldout_now", self.heldout)
         score = state["results"]["heldout_now"]["score"]
@@ -460,7 +473,7 @@ class Trainer:
             self.run.save_model("best")
 
     def show(self, rollouts: list[Rollout], update: dict) -> None:
-        """A line for people, a line for programs, and now and then a tree."""
+        """Log a step, print its line, and the best of its trees every SHOW_EVERY steps."""
         state = self.run.state
         per_tree = grpo.advantages(rollouts, self.config)
         row = update | metrics.describe(rollouts, per_tree) | {
@@ -474,7 +487,7 @@ class Trainer:
 
     def report(self, last: list[Rollout], final: list[Rollout], gaps: dict) -> None:
         """OUT/report.html: the scores, the curves, the trees of the last step with their
-        advantages, and held-out trees with their gaps between trainer and sampler."""
+        group-relative advantages, and held-out trees with the gaps of their tokens."""
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
         trees = [(f"question {tree.group} #{i}", tree) for i, tree in enumerate(last)]
         trees += [(f"held out #{i}", tree) for i, tree in enumerate(final)]
@@ -482,8 +495,7 @@ class Trainer:
         evaluation.write_report(
             self.run.path("report.html"), "Training run", asdict(self.config), rows,
             trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
-            advantages={tree.root: a for tree, a in zip(last, advantages)},
-            gaps=gaps)
+            advantages={tree.root: a for tree, a in zip(last, advantages)}, gaps=gaps)
 
 
 # ------------------------------------------------------------------------------------------
@@ -501,46 +513,49 @@ def check(config: Config, ranks: int) -> None:
 def read_questions(config: Config) -> tuple[list[tasks.Task] | None, list[tasks.Task]]:
     """Those to train on (None: they are generated) and those held out."""
     kind = tasks.load(config.task)
-    if config.data:
-        return tasks.split(tasks.read(config.data, config.task))
     scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
     if config.warmup_steps and not config.warmup and not scripts:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
+    if config.data:
+        return tasks.split(tasks.read(config.data, config.task))
     return None, evaluation.heldout_tasks(config.heldout, config.task)
 
 
+def tiny_rlm(config: Config) -> RLMConfig:
+    """How the trees of the tiny model may grow, for this task."""
+    changes = dict(getattr(tasks.load(config.task), "TINY", {}))
+    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
+    return replace(TINY_RLM, **changes, limits=limits)
+
+
 def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> str:
-    """A checkpoint made from nothing: a tokenizer trained on scripted trees and their
-    contexts, and a small Qwen3 with random weights."""
-    differs = dict(getattr(tasks.load(config.task), "TINY", {}))
-    limits = replace(TINY_RLM.limits, **differs.pop("limits", {}))
-    tiny_rlm = replace(TINY_RLM, **differs, limits=limits)
+    """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
+    trees, and a small Qwen3 with random weights."""
     if questions is None:
         questions = [tasks.make(config.task, random.Random(f"tokenizer {i}"))
                      for i in range(192)]
-    trees = demonstrations(questions[:192], None, tiny_rlm, "tokenizer")
+    trees = demonstrations(questions[:192], None, tiny_rlm(config), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
     torch.manual_seed(config.seed)
-    model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY))
+    model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
     model.save_pretrained(path)
     tokenizer.save(path)
-    tiny_rlm.save(os.path.join(path, "rlm.json"))
+    tiny_rlm(config).save(os.path.join(path, "rlm.json"))
     return path
 
 
 def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
                    config: RLMConfig, seed) -> list[Rollout]:
-    """Scripted trees, run through the real REPL and the real rollout: what is learnt is
-    what will be executed. The scripts of a node are drawn from (seed, its tree, its
-    path)."""
+    """Scripted trees, run by the same code as sampled ones, in the real REPL. The scripts
+    of a node are drawn from (seed, the number of its tree, its path)."""
     async def policy(node, max_tokens, key):
-        number = key[-3]  # the key ends with the tree's number, the path, the turn
+        *_, number, path, turn = key
 
         def script(task, node):
-            rng = random.Random(f"{(seed, number)} {node.path}")
+            rng = random.Random(f"{(seed, number)} {path}")
             return tasks.demonstrate(task, node, rng)
 
         write = tasks.scripted(script, questions[number], tokenizer)
@@ -552,8 +567,8 @@ def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
 
 
 def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
-    """The saved trees that are fit to learn from: an answer, no REPL error, a reward
-    above 0. Their texts are encoded anew. Raises ValueError if there are none."""
+    """The saved trees that are fit to learn from: an answer, no REPL error, a reward above
+    0. Their texts are encoded anew. Raises ValueError if there are none."""
     saved = read_rollouts(path, tasks.Task)
     trees = []
     for tree in saved:
@@ -573,7 +588,8 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
 def plan_without_loading(config: Config, world: World) -> plan.Plan:
     """What the run needs in memory, from config.json and rlm.json alone."""
     check(config, world.size)
-    shape, window = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY), TINY_RLM.window
+    shape = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY_MODEL)
+    window = tiny_rlm(config).window
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
         window = rlm.load_config(config.model, shape.max_position_embeddings).window

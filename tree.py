@@ -1,4 +1,4 @@
-"""What travels through the program: the tree that a policy makes of one question.
+"""The data of the program: a question, and the tree of conversations that answers it.
 
 The root gets the question. Code that the root writes can call the policy again, and each
 such call is a child, which can have children of its own:
@@ -11,10 +11,10 @@ such call is a child, which can have children of its own:
 
 A node is one conversation, a list of turns. The policy writes the assistant's turns. The
 user's turns are the question, then what the REPL printed. A conversation only grows at its
-end, so it is exactly one training row: `ids` are its tokens, `mask` says which of them the
-policy sampled, and `logprobs` how likely the policy found each of those when it did.
+end, so it is exactly one training sequence: `ids` are its tokens, `mask` says which of them
+the policy sampled, and `logprobs` how likely the policy found each of those when it did.
 
-Rollouts are stored as JSON lines and shown to people as indented text. Left out: making
+Rollouts are stored as JSON lines and shown to people as indented text. Elsewhere: making
 trees (rlm.py) and all that computes with tokens (model.py, sampler.py, grpo.py).
 """
 import json
@@ -31,9 +31,9 @@ class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
-    logprobs: tuple[float, ...] = ()  # of `ids`, before temperature and top-p
-    stop: str = "stop"  # why it ended: stop (end of turn), length, window or budget
-    usage: dict | None = None  # what it cost: prompt, reused and sampled tokens
+    logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1 and without top-p
+    stop: str = "stop"  # why it ended: stop (end of turn), length or window
+    usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,13 @@ class Turn:
     """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
-    ids: tuple[int, ...] = ()  # with the chat markup around it; empty without a tokenizer
-    logprobs: tuple[float, ...] | None = None  # None: the policy did not sample this turn
+
+    # Of the assistant exactly as sampled, of others with the chat markup around the text.
+    # The system turn has none: the first user turn has those of both.
+    ids: tuple[int, ...] = ()
+
+    # None: the policy did not sample this turn. (): it did, but an API told no numbers.
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(eq=False)  # compared by identity: two nodes that look the same are two nodes
@@ -55,7 +60,8 @@ class Node:
     children: list["Node"] = field(default_factory=list)
     answer: Any = None  # the value given to FINAL, or the text of a plain completion
 
-    # Why it ended: final, text, turns, window, budget, timeout, crash or protocol.
+    # Why it ended: final or text (with an answer), turns, window, budget, timeout, crash,
+    # protocol; of a root also failed (the machine lost the tree).
     end: str = ""
 
     # Which of the policy's turns (0, 1, ...) had no code, or code that raised an error.
@@ -68,7 +74,7 @@ class Node:
     repl_seconds: float = 0.0  # wall clock of its code, without waiting for children
 
     def add(self, turn: Turn) -> None:
-        """The only way to change a conversation: nothing before the end is ever edited."""
+        """Append a turn. A rollout never edits an earlier one."""
         self.turns.append(turn)
 
     @property

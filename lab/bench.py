@@ -417,7 +417,7 @@ def train(args: argparse.Namespace) -> tuple[Samples, str]:
 
         logits = theirs(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
         new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
-        trust = (new.detach() - old[:, 1:]).exp().clamp(max=grpo.GAP_MAX)
+        trust = (new.detach() - old[:, 1:]).exp().clamp(max=grpo.TRUST_MAX)
         ratio = (new - new.detach()).exp()
         (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
         optimizer_step(theirs, their_optimizer)

@@ -1,12 +1,11 @@
-"""Checkpoints: directories that are there whole or not at all, and the one to continue
-from.
+"""Checkpoints: directories that are complete or not there at all.
 
 A checkpoint is OUT/checkpoints/PHASE-STEP. It holds the weights in the Hugging Face
-layout (of a model with adapters only these), tokenizer, rlm.json, the optimizer through
-torch's distributed checkpoint, so that any number of ranks can read it, and state.json.
-That is written last, with the size of every file: a file that was cut short is noticed,
-and the checkpoint before it is taken. No random state is saved: all randomness is drawn
-from (seed, phase, step).
+layout (of a model with adapters only these), tokenizer, rlm.json, the optimizer's state
+through torch's distributed checkpoint, so that any number of ranks can read it, and
+state.json. That file is written last, with the size of every other file. So a file that
+was cut short is noticed, and the run continues from the checkpoint before. No random
+state is saved: all random numbers are drawn from (seed, phase, step).
 
 Left out: remote storage.
 """
@@ -78,8 +77,7 @@ def forget_after(out: str, path: str) -> None:
 
 
 def last_checkpoint(out: str) -> str | None:
-    """The last undamaged one, or None if there is none at all. Raises ValueError if all are
-    damaged."""
+    """The last undamaged one, None if there is none. ValueError if all are damaged."""
     found = checkpoints(out)
     for path in reversed(found):
         try:

@@ -1,8 +1,9 @@
 """Dataclasses as command lines: a field that `flag` made is the flag --name, with its help.
 
-A class is a group of flags. Classes are combined by inheritance, so that a program has
-one flat configuration. Left out: nested configurations, files of settings. Standard
-library only. """
+A class is a group of flags. Classes are combined by inheritance, so that a program has one
+flat configuration. Left out: nested configurations and files of settings. Standard library
+only.
+"""
 from dataclasses import field, fields
 from typing import Any
 
@@ -10,9 +11,8 @@ from typing import Any
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False):
     """A dataclass field that becomes --name with this help text.
 
-    A number is at least `least`, a text one of `choices` if there are any. The flags that
-    are
-    `common` come first in the help."""
+    A number has to be at least `least`, a text one of `choices` if there are any. The help
+    lists the flags that are `common` first."""
     metadata = {"help": text, "least": least, "choices": choices, "common": common}
     return field(default=default, metadata=metadata)
 
@@ -60,8 +60,7 @@ def _add(group, f) -> None:
 
 
 def from_dict(cls, raw: Any, may_be_zero: tuple = ()):
-    """An instance of a dataclass of plain fields, and of such dataclasses, from JSON
-    values.
+    """A dataclass from JSON values; its fields may be dataclasses themselves.
 
     Raises ValueError for an unknown field, for a value of another type, and for a number
     that is not above 0 (`may_be_zero` names the exceptions)."""

@@ -1,8 +1,9 @@
 """Functions and tasks that come from somebody's file: `path/to/file.py` or
 `path/to/file.py:function`.
 
-An error inside such a file is told in one line with the file, the line and the function,
-since it is the file's author who has to mend it. Standard library only. """
+An error inside such a file becomes one line with the file, the line and the function, since
+the file's author has to mend it. Standard library only.
+"""
 import functools
 import importlib.util
 import inspect
@@ -15,8 +16,7 @@ from types import ModuleType
 
 
 class HandedInError(ValueError):
-    """A mistake in a file that was handed in. It ends the run: no tree is run again for
-    it."""
+    """A mistake in a file that was handed in. It ends the run, without a second try."""
 
 
 def is_path(spec: str) -> bool:

@@ -117,14 +117,13 @@ class World:
 
     @contextlib.contextmanager
     def together(self):
-        """For what only some ranks do, or what can fail on some of them: if it raises
-        OSError or ValueError on any rank, all ranks raise Agreed. No collective may be
-        inside."""
+        """If what is inside raises OSError or ValueError on any rank, all ranks raise
+        Agreed. No collective may be inside: a rank that failed would not take part."""
         problem = None
         try:
             yield
         except (OSError, ValueError) as error:
-            problem = str(error)
+            problem = str(error) or repr(error)
         problems = self.gather(problem)
         failed = [rank for rank, text in enumerate(problems) if text]
         if failed:
@@ -143,8 +142,7 @@ class World:
                                  f"{other[name]}")
 
     def message(self, error: BaseException) -> str | int:
-        """What to exit with: the error's line, or a status alone if rank 0 prints the
-        line."""
+        """What to exit with: the line to print, or only a status if rank 0 prints it."""
         if self.rank == 0:
             return f"train.py: {error}"
         shared = isinstance(error, (Agreed, FloatingPointError))

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -240,6 +241,27 @@ class Run:
     def elapsed(self) -> float:
         """Seconds of the run, those before it was interrupted included."""
         return time.monotonic() - self.began
+
+
+@contextlib.contextmanager
+def finish_first():
+    """Ctrl-C inside is raised at the end, so that weights and counters always agree.
+
+    The handler is replaced, because it would not do to block the signal in this thread:
+    another thread of torch's may receive it. If Ctrl-C does not raise, as in a background
+    job, nothing is done."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def facts(config) -> dict:

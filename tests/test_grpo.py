@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo import (GAP_MAX, LENGTH_CONSTANT, WATCHED, Credit, GRPOConfig, Row, Stats,
+from grpo import (LENGTH_CONSTANT, TRUST_MAX, WATCHED, Credit, GRPOConfig, Row, Stats,
                   advantages, collate, credit, make_rows, micro_batches, node_weights,
                   own_correlation, policy_loss)
 from model import Qwen3, Qwen3Config
@@ -216,7 +216,7 @@ def test_rows_take_what_an_objective_says():
     (dict(clip_high=math.nan), "clip_high is nan"),
     (dict(credit="root", children="sum"), "trains no children"),
     (dict(length="batch", children="sum"), "all tokens alike"),
-    (dict(clip_high=0.28), "needs updates")])
+    (dict(clip_high=0.28), "no effect with updates 1")])
 def test_a_wrong_or_inert_switch_is_refused(switches, says):
     with pytest.raises(ValueError, match=says):
         GRPOConfig(**switches)
@@ -355,7 +355,7 @@ def test_the_gradient_agrees_with_finite_differences(switches):
                               reference=reference)
 
     value, stats = loss(logits)
-    assert 0 < stats["clipped"] < 12 and ((old - sampler).exp() > GAP_MAX).any()
+    assert 0 < stats["clipped"] < 12 and ((old - sampler).exp() > TRUST_MAX).any()
     value.backward()
     numeric, h = torch.zeros_like(logits), 1e-6
     for i in range(12):

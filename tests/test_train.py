@@ -4,6 +4,7 @@ import math
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +71,7 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     assert all(row["largest_gap"] < 1e-4 for row in steps)
     assert rlm.RLMConfig.load(short_run / "final" / "rlm.json") == train.TINY_RLM
     page = (short_run / "report.html").read_text()
-    assert "held out #0" in page and "question 0.1" in page
+    assert "held out #0" in page and "question 1 #" in page
 
 
 def test_the_tokenizer_of_a_tiny_model_fits_it(short_run):
@@ -228,6 +229,27 @@ def test_an_interrupted_run_resumes_to_the_same_weights(short_run, tmp_path, mon
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
 
 
+def test_ctrl_c_in_the_optimizers_step_saves_the_step_that_was_taken(
+        short_run, tmp_path, scripted_trees, monkeypatch):
+    """Weights and counter agree, whichever thread receives the signal."""
+    trainer = make_trainer(monkeypatch, tmp_path / "i", "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--steps", 2)
+    trainer.end_warm_up()
+    before = {name: w.clone() for name, w in trainer.model.named_parameters()}
+    step = trainer.optimizer.step
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(trainer.optimizer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one_step(trainer, scripted_trees)
+    assert trainer.run.state["step"] == 1
+    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    trainer.world.release()
+
+
 def test_a_run_of_an_earlier_version_resumes_if_its_flags_are_built_in_now(
         short_run, tmp_path, monkeypatch):
     out = tmp_path / "run"
@@ -272,7 +294,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1, the least is 2"),
     (["--lr", "nan"], "lr is nan"),
-    (["--clip-high", "0.28"], "need"),
+    (["--clip-high", "0.28"], "no effect with updates 1"),
     (["--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup", "x.jsonl", "--warmup-steps", "0"], "warmup has no effect"),
     (["--sandbox", "maybe"], "require or auto or off"),
