@@ -4,7 +4,6 @@ What hostile code gets is in test_repl_hostile.py.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -61,30 +60,27 @@ def server():
     return Handle.current.process.pid
 
 
-def alive(pid):
+def proc(pid, file):
+    """What /proc says of a process; "" if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(pid):
-    try:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-
-
-def name(pid):
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/{file}").read_text().strip()
     except OSError:
         return ""
 
 
+def alive(pid):
+    stat = proc(pid, "stat")
+    return bool(stat) and stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def children(pid):
+    return proc(pid, f"task/{pid}/children").split()
+
+
 def workers(pid):
     """The server's children without its spares."""
-    return [p for p in children(pid) if name(p) not in ("repl-server", "repl-spare")]
+    ours = ("repl-server", "repl-spare")
+    return [p for p in children(pid) if proc(p, "comm") not in ours]
 
 
 def family(pid):
@@ -119,6 +115,9 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     one, two, three, four = run(
         "def f():\n    return 1 / 0\nx = 5\nf()", "print(x)\nf()",
         "import json; json.loads('{')\nllm_query_batched(1)", "x = (")
+    recursion = run("def f(): f()\nf()")[0].error
+    assert "RecursionError" in recursion and "frames cut" in recursion
+    assert len(recursion) < 1000
     assert two.stdout == "5\n"
     assert one.error == (
         "Traceback (most recent call last):\n"
@@ -130,11 +129,6 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     assert "    return 1 / 0\n" in two.error
     assert "repl.py" not in three.error
     assert "SyntaxError" in four.error and '"<repl>"' in four.error
-
-
-def test_recursion_is_cut():
-    error = run("def f(): f()\nf()")[0].error
-    assert "RecursionError" in error and "frames cut" in error and len(error) < 1000
 
 
 def test_builtins_are_put_back():
@@ -303,13 +297,9 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked():
 def test_spares_are_used_replaced_and_follow_the_limits():
     def spares(files=99):
         """Those made for so many open files; others that were ended may not be gone yet."""
-        found = set()
-        for pid in set(children(server())) - set(workers(server())):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                text = Path(f"/proc/{pid}/limits").read_text()
-                if re.search(rf"Max open files +{files} ", text):
-                    found.add(pid)
-        return found
+        pids = set(children(server())) - set(workers(server()))
+        line = rf"Max open files +{files} "
+        return {pid for pid in pids if re.search(line, proc(pid, "limits"))}
 
     def asked(files):
         code = "import resource as r\nFINAL(r.getrlimit(r.RLIMIT_NOFILE)[0])"
