@@ -1,7 +1,9 @@
 """hop: each document leads to the next, as in BrowseComp-Plus (arXiv 2508.06600).
 
 Gold is a short string. The score is exact after HotpotQA's normalisation; BrowseComp-Plus
-itself asks a judge model. A person, known by trade and birthplace -> the teacher -> the institute that the teacher
+itself asks a judge model.
+
+A person, known by trade and birthplace -> the teacher -> the institute that the teacher
 directed -> its city. Others share the trade or the birthplace, but not both.
 """
 import re
