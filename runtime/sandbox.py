@@ -1,10 +1,11 @@
 """What keeps a REPL's code from the machine: limits, namespaces, a file system, a user id.
 
 When it starts, the REPL server chooses the best sandbox that works here. It leaves the
-network, and the file system for one that holds only the system's programs and this Python.
-Each worker gets a process namespace and a small writable directory of its own, and if the
-server is root's, a user id of its own. Root needs CAP_SYS_ADMIN for that, others need user
-namespaces. Where the kernel refuses, or with `sandbox="off"`, a block gets far less of this.
+network, and the file system for one that holds only the system's programs and this
+Python. Each worker gets a process namespace and a small writable directory of its own,
+and if the server is root's, a user id of its own. Root needs CAP_SYS_ADMIN for that,
+others need user namespaces. Where the kernel refuses, or with `sandbox="off"`, a block
+gets far less of this.
 
 This protects from accidents and from a policy that explores, not from an attacker: see
 docs/repl.md for what is not stopped. Everything goes through libc, so that a start costs
@@ -235,7 +236,8 @@ def drop_rights(kept: int | None) -> None:
 
 def set_limits(limits: Limits, count_processes: bool) -> None:
     most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20,
-            "CPU": limits.cpu_seconds, "NOFILE": limits.open_files, "CORE": 0, "MSGQUEUE": 0}
+            "CPU": limits.cpu_seconds, "NOFILE": limits.open_files,
+            "CORE": 0, "MSGQUEUE": 0}
     if count_processes:  # else it would count all processes of the user
         most["NPROC"] = limits.processes
     for name, value in most.items():
