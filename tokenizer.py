@@ -219,8 +219,8 @@ class Tokenizer:
         return head + self.encode("\n") + self._message("user", text) + self._reply
 
     def encode_turns(self, turns: list) -> list:
-        """The turns of a conversation that was saved as text (tree.Turn), with the ids that a
-        rollout with this tokenizer would give them. The assistant's count as sampled."""
+        """The turns (tree.Turn) of a conversation that was saved as text, with the ids of a
+        rollout with this tokenizer. Those of the assistant count as sampled."""
         encoded, system, opened = [], "", False
         for turn in turns:
             ids, logprobs = [], None

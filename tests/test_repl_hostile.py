@@ -122,25 +122,42 @@ for s in range(1, 65):
 """
 DEEP = "x = []\nfor _ in range(%d): x = [x]\n"
 DEEP_JSON = json.dumps(json_value(functools.reduce(lambda x, _: [x], range(300), [])))
+SPREAD = "x = 0\nfor _ in range(40): x = [x, x]\n"
 
 TIME = [
     case("loop", LOOP, "timeout"),
     case("loop-swallows",
          "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
          "timeout"),
+    case("loop-ignores-signals", IGNORE + LOOP, "timeout"),
     case("sleep-blocks-signals", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
          "while True: time.sleep(9)", "timeout", soak=True),
+    case("sleep", "time.sleep(3600)", "timeout", soak=True),
     case("regex", "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')", "timeout"),
+    case("power", "x = 7 ** 7 ** 9", "timeout | error MemoryError"),
+    case("deadlock", "l = threading.Lock(); l.acquire(); l.acquire()", "timeout",
+         soak=True),
     case("stop-oneself", "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)", "timeout",
          soak=True),
     case("loop-in-a-child", "if os.fork() == 0:\n  while True: pass\nos.wait()", "timeout"),
+    wild("timer-raises",
+         "def f(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGALRM, f)\n"
+         + TIMER + "time.sleep(9)", "error KeyboardInterrupt | crash"),
+    wild("profile-raises", "sys.setprofile(lambda *a: 1 / 0)",
+         "error ZeroDivision | prints"),
     case("cpu", "os.fork()" + LOOP, "crash | timeout", seconds=10, cpu_seconds=1,
          soak=False),
 ]
 
 MEMORY = [
+    case("list-of-10-gb", "x = [0] * (10 << 27)", "error MemoryError"),
     wild("slow-growth", "x = []\nwhile True: x.append(' ' * 1000)",
          "error MemoryError | crash", soak=False, seconds=120),
+    case("growth-swallows", "x = []\nwhile True:\n  try: x.append(bytearray(1 << 20))\n"
+         "  except BaseException: pass", "timeout"),
+    case("giant-integer", "x = 1 << (1 << 40)", "error MemoryError | error OverflowError"),
+    case("digits", "int('9' * 10 ** 6)", "error ValueError"),
+    wild("spread", SPREAD + "FINAL(x)", "timeout | error MemoryError | crash"),
     case("mmap", "import mmap; mmap.mmap(-1, 10 << 30)", "error Error"),
     case("print-forever", "while True: print('x' * 10 ** 4)", "timeout"),
     case("print-100-mb", "print('x' * 10 ** 8)",
@@ -149,6 +166,7 @@ MEMORY = [
          "sys.__stdout__.write('x' * 10 ** 7)\nos.write(2, b'x' * 9999)", "prints"),
     case("huge-error", "raise ValueError('x' * 10 ** 7)", "error characters cut]"),
     case("one-file", "open('f', 'w').write('x' * (9 << 20))", "error OSError"),
+    case("sparse-file", "open('f', 'w').truncate(1 << 40)", "error OSError"),
     case("memfd", "f = os.memfd_create('f')\nwhile True: os.write(f, bytes(1 << 20))",
          "error OSError"),
     ns("fill-the-disk", "for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))",
@@ -156,6 +174,8 @@ MEMORY = [
     ns("fill-shared-memory",
        f"for i in range(64): open(f'/dev/shm/{MARK}{{i}}', 'wb').write("
        "bytes(1 << 20))", "error Error"),
+    case("many-files", "for i in itertools.count(): open(str(i), 'w')",
+         "timeout | error OSError"),
     wild("deep-directories", "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
          "prints | error OSError", soak=False),
     case("locked-directory", "os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)", "prints"),
@@ -176,15 +196,21 @@ PROCESSES = [
          "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
          "if (pid := os.fork()) != 0: os.waitpid(pid, 0); print('parent')",
          "prints 7\nparent"),
+    ns("fork-bomb", "while True: os.fork()", "timeout | error BlockingIOError | crash",
+       then="any"),
     ns("fork-bomb-swallows", "while True:\n  try: os.fork()\n  except OSError: pass",
        "timeout"),
     ns("fork-bomb-new-sessions", "while True:\n  try:\n    if os.fork(): os.setsid()\n"
        "  except OSError: pass", "timeout"),
     ns("thread-bomb", "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
        "error RuntimeError | error MemoryError", then="any"),
+    ns("process-bomb", "x = [subprocess.Popen(['sleep', '60']) for _ in range(99)]",
+       "error BlockingIOError | error FileNotFoundError | error MemoryError", soak=False),
     case("grandchild", GRANDCHILD, "prints left"),
+    case("grandchild-and-answer", GRANDCHILD + "; FINAL(1)", "final 1"),
     case("grandchild-and-loop", GRANDCHILD + LOOP, "timeout"),
     case("grandchild-and-crash", GRANDCHILD + "; os._exit(1)", "crash"),
+    case("grandchild-ignores-signals", IGNORE + GRANDCHILD, "prints left"),
     ns("grandchild-runs-away", "def run():\n  while True:\n    if os.fork(): os._exit(0)\n"
        "    os.setsid(); time.sleep(0.001)\ndouble_fork(run)", "prints"),
     forged("grandchild-forges", "double_fork(lambda: (time.sleep(0.1), send(b'D', b'1')))"),
@@ -196,14 +222,20 @@ PROCESSES = [
          "crash | error MemoryError"),
     case("kill-oneself", "os.kill(os.getpid(), 9); time.sleep(9)", "crash by signal 9",
          mode="off"),
+    case("kill-ones-group", "os.killpg(os.getpgrp(), 9); time.sleep(9)", "crash",
+         mode="off"),
     ns("kill-all", "os.kill(-1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
        then="any"),
     ns("kill-the-parent", "os.kill(os.getppid(), 9); time.sleep(0.2); print(1)",
        "crash | prints | error", then="any"),
+    ns("kill-the-group-from-0", "os.kill(0, 9); time.sleep(0.2); print(1)",
+       "crash | prints", then="any"),
     ns("kill-init", "os.kill(1, 9); time.sleep(0.2); print(1)", "crash | prints | error",
        then="any"),
     ns("kill-the-trainer", "os.kill(trainer, 9)", "error Error"),
     ns("kill-the-server", "os.kill(server, 9)", "error Error"),
+    ns("kill-every-id", "for p in range(2, 10 ** 5):\n  try: os.kill(p, 9)\n"
+       "  except OSError: pass", "crash | prints", then="any", soak=False),
     ns("unmount", "print([libc.umount2(p, 2) for p in (b'/', b'/proc', b'/usr', b'/tmp')])",
        "prints [-1, -1, -1, -1]"),
     ns("remount", "print(libc.mount(0, b'/', 0, 4096 | 32, 0))", "prints -1"),
@@ -222,9 +254,12 @@ PROTOCOL = [
          "os.write(fd, struct.pack('!Ic', 99, b'D') + b'{'); os._exit(0)", "crash"),
     case("half-a-frame-and-return", "os.write(fd, struct.pack('!Ic', 9999, b'D') + b'{')",
          "timeout", soak=True),
+    case("half-a-header", "os.write(fd, b'\\0\\0')", "protocol | timeout"),
     forged("kind-of-the-trainer", "send(b'X', b'{}')"),
     forged("unknown-kind", "send(b'Z', b'')"),
     forged("no-json", "send(b'D', b'{')"),
+    forged("no-object", "send(b'D', b'[1]')"),
+    forged("too-many-fields", "result(x=1)"),
     forged("wrong-types", "result(stdout=[1])"),
     forged("deep-json", "send(b'D', b'[' * 10 ** 5)"),
     case("deep-answer", DEEP % 300 + "result(done=True, final=x)" + LOOP,
@@ -237,6 +272,7 @@ PROTOCOL = [
     forged("forged-cause-of-death", "result(died='machine')"),
     forged("forged-query", "send(b'Q', b'[\"llm\", [1], null]')"),
     forged("no-query", "send(b'Q', b'{}')"),
+    forged("no-unicode", "send(b'Q', b'\\xff\\xfe')"),
     forged("no-prompts", "send(b'Q', b'[\"llm\", [], null]')"),
     forged("kind-of-query", "send(b'Q', b'[\"rm\", [\"a\"], null]')"),
     forged("contexts", "send(b'Q', b'[\"rlm\", [\"a\"], [1, 2]]')"),
@@ -250,6 +286,8 @@ PROTOCOL = [
     case("close-it", "os.close(fd)", "crash"),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
     case("close-the-standard-ones", "for n in (0, 1, 2): os.close(n)", "prints"),
+    case("replace-it", "os.dup2(os.open('/dev/null', os.O_RDWR), fd)",
+         "crash | error Bad file"),
     case("shut-it-down", "socket.socket(fileno=os.dup(fd)).shutdown(2)", "crash"),
     case("steal-a-frame", "os.read(fd, 9)", "timeout", soak=True),
     case("no-blocking", "os.set_blocking(fd, False)", "prints", then="crash | prints 3 "),
@@ -259,6 +297,10 @@ PROTOCOL = [
          memory_mb=1024),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
+    case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",
+         "error SystemExit"),
+    case("query-in-del", "class A:\n  def __del__(self): llm_query('a')\nx = A(); del x",
+         "prints"),
     case("query-in-a-fork",
          "if os.fork() == 0:\n  try: llm_query('a')\n  finally: os._exit(0)\n"
          "os.wait()", "prints"),
@@ -270,9 +312,14 @@ PROTOCOL = [
     case("odd-queries",
          "print(rlm_query_batched([None, b'', float('nan')], [{1}, print, '\\ud800'"
          "]))", "prints ['ok', 'ok', 'ok']"),
+    wild("endless-queries", "llm_query_batched(itertools.repeat('a'))",
+         "error MemoryError | crash | timeout"),
 ]
 
 STATE = [
+    case("exit-function", "exit()", "error SystemExit"),
+    case("exit-codes", "raise SystemExit(object())", "error SystemExit"),
+    case("interrupt", "raise KeyboardInterrupt", "error KeyboardInterrupt"),
     case("surrogates-printed", r"print('\udfff')", "prints \udfff\n"),
     case("surrogates-in-the-code", "x = '\udfff'", "error UnicodeEncodeError"),
     case("import-the-repl", "import repl", "error ModuleNotFoundError"),
@@ -281,32 +328,51 @@ STATE = [
             "[]"),
     case("no-import", "import builtins; del builtins.__import__, builtins.__build_class__",
          "prints"),
+    wild("no-builtins", "import builtins; vars(builtins).clear()",
+         "crash | error | prints"),
     case("builtins-that-lie", "import builtins; builtins.isinstance = lambda *_: True\n"
          "builtins.BaseException = builtins.Exception = ValueError", "prints"),
     case("no-modules", "sys.modules.clear()", "prints"),
     case("json-dumps", "json.dumps = lambda *a, **k: 'null'", "protocol"),
     case("json-loads", "json.loads = None", "prints", then="crash"),
     case("getpid-lies", "os.getpid = lambda: 1 << 20", "crash"),
+    wild("no-traceback", "import traceback; traceback.format_exception_only = None; 1 / 0",
+         "crash | error"),
     case("the-worker",
          "import gc\nw = next(o for o in gc.get_objects() if type(o).__name__ == "
          "'Worker')\nw.capture.room = 10 ** 8; print('x' * 10 ** 6)", "protocol"),
+    wild("walk-the-stack", "f = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
+         "f.f_globals.clear()", "crash | error | prints"),
     case("no-stdout", "sys.stdout = sys.stderr = None; print(1)", "prints"),
     case("stdout-raises",
          "class O:\n  def write(self, s): raise OSError('w')\nsys.stdout = O()\n"
          "print(1)", "error OSError: w"),
+    case("recursion-limit-low", "sys.setrecursionlimit(20)",
+         "prints | error RecursionError"),
     wild("recursion-limit-high", "sys.setrecursionlimit(2 ** 31 - 1)\ndef f(): f()\nf()",
          "error MemoryError | crash | timeout"),
     case("str-raises", "class E(Exception):\n  def __str__(self): raise E\nraise E",
          "error E"),
+    wild("str-exits", "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E",
+         "crash | error"),
     case("str-loops",
          "class E(Exception):\n  def __str__(self):\n    while True: pass\nraise E",
          "timeout"),
     case("str-dies", "class E(Exception):\n  def __str__(self): os._exit(0)\nraise E",
          "crash"),
+    wild("odd-exception-class",
+         "class E(Exception): __module__ = 5\nE.__qualname__ = '\\ud800'\n"
+         "raise E", "crash | error"),
+    wild("odd-syntax-error", "raise SyntaxError('x', ('<repl 1>', 'one', [], 5))",
+         "crash | error"),
     case("cyclic-causes", "e = ValueError('x'); e.__cause__ = e.__context__ = e; raise e",
          "error ValueError: x"),
+    wild("deep-causes", "e = None\nfor i in range(10 ** 4):\n  n = ValueError(i)\n"
+         "  n.__cause__ = e; e = n\nraise e", "crash | error"),
     wild("deep-group", "e = ValueError('x')\n"
          "for _ in range(10 ** 4): e = ExceptionGroup('g', [e])\nraise e", "crash | error"),
+    case("notes", "e = ValueError('x'); e.__notes__ = [object(), 5]; raise e",
+         "error ValueError: x"),
 ]
 
 CONTEXTS = {
@@ -317,6 +383,8 @@ CONTEXTS = {
 VALUES = [
     answers("nested", "(1, [2.5, (None, True)], {'a': 'b', 1: {3}})",
             '[1, [2.5, [null, true]], {"a": "b", "1": "{3}"}]'),
+    answers("class", "{(1, 2): object}", '{"(1, 2)": "<class \'object\'>"}'),
+    answers("integer-that-fits", "2 ** 99", str(2**99)),
     case("deep-300", DEEP % 300 + "FINAL(x)", f"final {DEEP_JSON}"),
     answers("nan", "[float('nan'), float('inf'), 1e308 * 10]", "[NaN, Infinity, Infinity]"),
     answers("bytes", "b'\\xff\\0'", json.dumps(r"b'\xff\x00'")),
@@ -325,15 +393,26 @@ VALUES = [
             '{"1": "b", "None": "c", "(2,)": "d"}'),
     answers("large-integer", "10 ** 5000", '"<unprintable>"'),
     case("cyclic", "x = [1]; x.append(x); FINAL(x)", 'final [1, "[1, [...]]"]'),
+    case("cyclic-dict", "x = {}; x['x'] = x; FINAL(x)", 'final {"x": "{\'x\': {...}}"}'),
+    wild("deep", DEEP % 10 ** 5 + "FINAL(x)", "error RecursionError | final"),
     case("str-of-value-raises",
          "class A:\n  def __str__(self): raise ValueError\nFINAL([A()])",
          'final ["<unprintable>"]'),
+    case("str-of-value-exits", "class A:\n  def __str__(self): sys.exit()\nFINAL([A()])",
+         "error SystemExit"),
     case("str-of-value-answers", "class A:\n  def __str__(self): FINAL(1)\nFINAL([A()])",
          "final 1"),
     case("lying-int", "class I(int): bit_length = lambda s: 1\nFINAL(I(10 ** 5000))",
          "error ValueError"),
     wild("lying-str", "class S(str): __getitem__ = lambda s, k: 'x' * 10 ** 6\n"
          "sys.stdout.write(S('a'))", "protocol | prints | crash"),
+    case("lying-dict", "class D(dict): items = lambda s: itertools.count()\nFINAL(D(a=1))",
+         "error TypeError"),
+    wild("endless-list",
+         "class L(list): __iter__ = lambda s: itertools.repeat(1)\nFINAL(L([1]))",
+         "timeout | error MemoryError | crash"),
+    wild("answer-lies", "class D(dict): get = lambda s, k: 1 / 0\nanswer = D()",
+         "error ZeroDivisionError"),
     *[case(f"context-{name}", "FINAL(context)", f"final {json.dumps(value)}", context=value)
       for name, value in CONTEXTS.items()],
 ]
@@ -349,13 +428,20 @@ SECRETS = [
        "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
        "prints [] | " + NEITHER),
     ns("environment-of-the-trainer", "open(f'/proc/{trainer}/environ').read()", NEITHER),
+    ns("memory-of-the-server", "open(f'/proc/{server}/mem').read(1)", NEITHER),
+    ns("environment-of-init", "print('hush' in open('/proc/1/environ').read())",
+       "prints False | " + NEITHER),
     ns("home",
        "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
        "prints [] | " + NEITHER),
     ns("a-file", "print(open(secret).read())", NEITHER),
     ns("checkpoints", "open(root + '/README.md').read()", NEITHER),
+    ns("shadow", "open('/etc/shadow').read()", NEITHER),
     ns("write-to-etc", f"open('/etc/{MARK}', 'w')", NEITHER),
     ns("write-to-the-prefix", f"open(sys.prefix + '/{MARK}', 'w')", NEITHER),
+    ns("write-to-the-base-prefix", f"open(sys.base_prefix + '/{MARK}', 'w')", NEITHER),
+    ns("directories-of-others", "print(sorted(os.listdir('..')) == [os.path.basename("
+       "os.getcwd())] or os.listdir(os.pardir))", "any"),
     ns("tcp", "socket.create_connection(('127.0.0.1', port), 5)",
        "error OSError | error Refused"),
     case("tcp-loose", "socket.create_connection(('127.0.0.1', port), 5).send(b'loose')",
@@ -366,7 +452,7 @@ SECRETS = [
 ]
 
 CASES = TIME + MEMORY + PROCESSES + PROTOCOL + STATE + VALUES + SECRETS
-assert len({c.name for c in CASES}) == len(CASES)
+assert len(CASES) >= 60 and len({c.name for c in CASES}) == len(CASES)
 
 
 # --- playing them -----------------------------------------------------------------------
@@ -673,8 +759,16 @@ def resident_mb():
     return [int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20 for pages in sizes]
 
 
-GOOD = case("good", "FINAL([llm_query(w) for w in context])", 'final ["ok", "ok"]',
-            context="ab")
+GOOD_BLOCKS = ("x = [w for w in context.split() if 'a' in w]\nprint(len(x))",
+               "FINAL([llm_query(w) for w in x[:3]])")
+
+
+async def good(i, world):
+    """An honest REPL of two blocks."""
+    async with REPL(f"alpha beta {i} gamma", limits=limits_of(world.mode)) as repl:
+        first, then = [await repl.execute(block, ok) for block in GOOD_BLOCKS]
+    sound = first == Result(stdout="3\n") and then == Result(final=["ok"] * 3, done=True)
+    return "" if sound else f"a good one got {first} and {then}"
 
 
 @pytest.mark.slow
@@ -689,24 +783,27 @@ def test_soak(mode, tmp_path):
     waits = [c for c in cases_of(mode) if c.soak and "timeout" in c.expect + c.then]
     wrong, times = [], []
 
-    async def run(world):
-        case = GOOD
+    async def run(i, world):
+        case = None
         if rng.random() < 0.5:
             case = rng.choice(waits if rng.random() < 0.05 else cheap)
         try:
             async with asyncio.timeout(60):
-                found = verdict(case, *await play(case, MARK, world))
+                if case is None:
+                    found = await good(i, world)
+                else:
+                    found = verdict(case, *await play(case, MARK, world))
         except Exception as error:
             found = f"raised {error!r}"
         if found:
-            wrong.append((case.name, found))
+            wrong.append((case.name if case else "good", found))
 
     async def many(n, world):
         numbers, start = iter(range(n)), time.monotonic()
 
         async def lane():
-            for _ in numbers:
-                await run(world)
+            for i in numbers:
+                await run(i, world)
 
         await asyncio.gather(*(lane() for _ in range(64)))
         times.append((n, time.monotonic() - start))
