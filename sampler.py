@@ -184,8 +184,7 @@ class Sampler:
             self._empty()
             self.attention.reset()
             for request in lost:
-                if not request.done.done():
-                    request.done.set_exception(SamplerError(f"engine failed: {error!r}"))
+                self._answer(request, SamplerError(f"engine failed: {error!r}"))
             if not isinstance(error, Exception):
                 raise
 
@@ -293,8 +292,7 @@ class Sampler:
             if not np.isfinite(logprob):
                 self._remove(request, forget=True)
                 self.attention.reset()
-                error = SamplerError("the model's logits are not finite")
-                request.done.set_exception(error)
+                self._answer(request, SamplerError("the model's logits are not finite"))
                 continue
             request.ids.append(int(token))
             request.logprobs.append(float(logprob))
@@ -302,7 +300,15 @@ class Sampler:
             full = len(request.logprobs) == request.max_tokens
             if full or request.ids[-1] in request.stop:
                 self._remove(request)
-                request.done.set_result(None)
+                self._answer(request)
+
+    def _answer(self, request: Request, error: SamplerError | None = None) -> None:
+        if request.done.done():  # Ctrl-C cancelled it in the middle of a step
+            return
+        if error is not None:
+            request.done.set_exception(error)
+        else:
+            request.done.set_result(None)
 
     def _remove(self, request: Request, forget: bool = False) -> None:
         """It runs no longer; its pages stay as a cache, or are forgotten."""

@@ -110,8 +110,13 @@ def main() -> None:
             return
         Trainer(config, world).train()
         world.close()
-    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
+    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
+            torch.OutOfMemoryError) as error:
         sys.exit(world.message(error))
+    except RuntimeError as error:
+        if world.size == 1:
+            raise
+        sys.exit(world.message(error))  # another rank is gone, most likely
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; continue with --resume")
     finally:
@@ -136,8 +141,9 @@ class Trainer:
             self.objective = grpo.credit
             if config.objective != "grpo":
                 self.objective = handed_in.load_objective(config.objective)
-            self.objective([], config)  # refuses switches that it would ignore
-            self.questions, self.heldout = read_questions(config)
+            if not handed_in.is_path(config.objective):
+                self.objective([], config)  # ours refuse switches that they would ignore
+            self.questions, self.heldout, self.longer = read_questions(config)
             start = run.find_start() if world.rank == 0 else None
             if start and not start.weights:
                 tiny = make_tiny(run.path("init"), config, self.questions)
@@ -215,18 +221,17 @@ class Trainer:
                 self.evaluate("heldout_warmup", self.heldout)
             last = self.reinforce()
         except KeyboardInterrupt:
-            # Several ranks may be at different places. They keep their last checkpoint.
-            if self.world.size == 1:
+            # Several ranks may be at different places. They keep their last checkpoint, as
+            # does a run that was loading its weights.
+            if self.world.size == 1 and self.model is not None:
                 run.save_checkpoint()
             raise
         run.save_checkpoint()
+        run.save_model("final")
 
         final = self.evaluate("heldout_final", self.heldout)
-        has_lengths = hasattr(tasks.load(config.task), "TOKENS")
-        if has_lengths and not config.data:
-            longer = evaluation.heldout_tasks(config.heldout, config.task, times=4)
-            self.evaluate("heldout_4x", longer)
-        run.save_model("final")
+        if self.longer:
+            self.evaluate("heldout_4x", self.longer)
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
@@ -510,23 +515,32 @@ def check(config: Config, ranks: int) -> None:
                          "each rank samples its own")
 
 
-def read_questions(config: Config) -> tuple[list[tasks.Task] | None, list[tasks.Task]]:
-    """Those to train on (None: they are generated) and those held out."""
+def read_questions(config: Config) -> tuple[list | None, list, list]:
+    """The questions to train on (None: they are generated), those held out, and held-out
+    ones of four times the length, if the task has lengths."""
     kind = tasks.load(config.task)
-    scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
+    # An oracle knows how questions are generated, so it is no use for those of a file.
+    scripts = hasattr(kind, "demonstrate") or (hasattr(kind, "oracle") and not config.data)
     if config.warmup_steps and not config.warmup and not scripts:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
-        return tasks.split(tasks.read(config.data, config.task))
-    return None, evaluation.heldout_tasks(config.heldout, config.task)
+        return *tasks.split(tasks.read(config.data, config.task)), []
+    heldout = evaluation.heldout_tasks(config.heldout, config.task)
+    longer = []
+    if hasattr(kind, "TOKENS"):
+        longer = evaluation.heldout_tasks(config.heldout, config.task, times=4)
+    return None, heldout, longer
 
 
 def tiny_rlm(config: Config) -> RLMConfig:
     """How the trees of the tiny model may grow, for this task."""
     changes = dict(getattr(tasks.load(config.task), "TINY", {}))
-    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
-    return replace(TINY_RLM, **changes, limits=limits)
+    try:
+        limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
+        return replace(TINY_RLM, **changes, limits=limits)
+    except TypeError as error:
+        raise ValueError(f"the task {config.task}: TINY is wrong ({error})") from None
 
 
 def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> str:

@@ -16,6 +16,7 @@ from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, credit, inher
                   relative, scored_groups)
 from tree import Node, Rollout
 
+NAMES = ("filter", "dpo", "own", "half_own", "process", "one_child")
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
 PROCESS = 0.2  # the advantage of a turn without an error in `process`
@@ -66,7 +67,8 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one.
 
-    Its advantage is relative to all scored nodes of the group, whatever tree they are in.
+    Its advantage is relative to all trained nodes of the group that have a score, in
+    whatever tree they are.
     It is the score s(x) of RAO (2605.06639) without what RAO adds for the children's
     scores; nodes without a score inherit. Reads credit, children, length, std; refuses
     credit root."""
@@ -82,9 +84,9 @@ def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """An advantage of its own for each turn: whether its block ran without an error.
 
     After Agent-R1 (2511.14460). With v_t = 1 for a turn that has a block without an error
-    and 0 for others, A_t = A + PROCESS * (v_t - mean of v over the group). What is added is
-    at most |A| / 2, so that it never outweighs the answer; where A is 0 all of it counts.
-    Reads credit, children, length, std."""
+    and 0 for others, A_t = A + PROCESS * (v_t - mean of v over the group's trained
+    turns). What is added is at most |A| / 2, so that it never outweighs the answer; where
+    A is 0 all of it counts. Reads credit, children, length, std."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         nodes = [node for i in members for node in rollouts[i].root.walk()

@@ -4,15 +4,17 @@
 An error inside such a file becomes one line with the file, the line and the function, since
 the file's author has to mend it. Standard library only.
 """
-import functools
 import importlib.util
 import inspect
 import math
+import numbers
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+from tree import Node
 
 
 class HandedInError(ValueError):
@@ -59,26 +61,35 @@ def function(module: ModuleType, name: str) -> Callable:
     found = getattr(module, name, None)
     if not callable(found):
         raise HandedInError(f"{module.__file__}: there is no function {name}")
-    if inspect.iscoroutinefunction(found):
-        async def guarded(*args, **named):
-            try:
-                return await found(*args, **named)
-            except Exception as error:
-                raise explain(error, module.__file__, name) from error
-    else:
-        def guarded(*args, **named):
-            try:
-                return found(*args, **named)
-            except Exception as error:
-                raise explain(error, module.__file__, name) from error
-    return functools.wraps(found)(guarded)
+
+    async def guarded_later(waiting):
+        try:
+            return await waiting
+        except Exception as error:
+            raise explain(error, module.__file__, name) from error
+
+    def guarded(*args, **named):
+        try:
+            value = found(*args, **named)
+        except Exception as error:
+            raise explain(error, module.__file__, name) from error
+        return guarded_later(value) if inspect.isawaitable(value) else value
+
+    code = getattr(found, "__code__", None)  # of an object with __call__ there is none
+    line = f" line {code.co_firstlineno}" if code else ""
+    guarded.place = f"{module.__file__}{line}: {name}"  # for `wrong`
+    return guarded
 
 
 def load_objective(spec: str) -> Callable:
-    """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by
-    its NAME, or of somebody's file. What it returns is checked."""
+    """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by its
+    NAME, or of a user's file, whose results are checked."""
     if not is_path(spec):
-        spec = f"{Path(__file__).parent.parent}/lab/objectives.py:{spec}"
+        ours = load_file(str(Path(__file__).parent.parent / "lab" / "objectives.py"))
+        if spec not in ours.NAMES:
+            raise ValueError(f"objective is {spec!r}; it can be grpo, "
+                             f"{', '.join(ours.NAMES)} or path/to/file.py")
+        return getattr(ours, spec)
     credit = load(spec, "credit")
 
     def checked(rollouts, config) -> dict:
@@ -86,10 +97,13 @@ def load_objective(spec: str) -> Callable:
         if not isinstance(given, dict):
             raise wrong(credit, "{node: grpo.Credit(advantages, weight)}", given)
         for node, value in given.items():
-            given_in = getattr(value, "advantages", [math.nan])
-            numbers = [*given_in, getattr(value, "weight", math.nan)]
-            if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+            advantages = getattr(value, "advantages", None)
+            if not isinstance(advantages, (list, tuple)):
+                raise wrong(credit, "grpo.Credit([number, ...], weight) per node", value)
+            if not all(is_finite(number) for number in (*advantages, value.weight)):
                 raise wrong(credit, "finite numbers in a grpo.Credit", value)
+            if not isinstance(node, Node):
+                raise wrong(credit, "nodes as keys", node)
         return given
 
     return checked
@@ -104,11 +118,16 @@ def load_reward(spec: str) -> Callable:
         value = score(task, answer)
         if inspect.isawaitable(value):
             value = await value
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_finite(value):
             raise wrong(score, "a finite number", value)
         return float(value)
 
     return checked
+
+
+def is_finite(value) -> bool:
+    """Whether it is a number, Python's or numpy's, and finite."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def explain(error: BaseException, file: str, name: str = "") -> HandedInError:
@@ -127,7 +146,5 @@ def explain(error: BaseException, file: str, name: str = "") -> HandedInError:
 
 def wrong(found: Callable, expected: str, got) -> HandedInError:
     """What to raise for a function that returned something else than it should."""
-    code = inspect.unwrap(found).__code__
-    where = f"{code.co_filename} line {code.co_firstlineno}"
-    return HandedInError(
-        f"{where}: {found.__name__} returned {got!r:.80}; it should return {expected}")
+    place = getattr(found, "place", getattr(found, "__qualname__", "a function"))
+    return HandedInError(f"{place} returned {got!r:.80}; it should return {expected}")

@@ -118,7 +118,8 @@ def part_score(task: Task, part: Any, answer: Any) -> float | None:
     """The score of a child's answer about `part` of the context; None if there is none."""
     if task.kind == QUESTION or not hasattr(load(task.kind), "part_score"):
         return None
-    return _call(task.kind, "part_score", task, part, answer)
+    score = _call(task.kind, "part_score", task, part, answer)
+    return None if score is None else float(score)
 
 
 def oracle(task: Task, node: Node) -> str:
