@@ -36,8 +36,9 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
     classes refuse. Exits with status 2 for what is no flag, or no number."""
     import argparse
 
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    common = parser.add_argument_group("the few that people change first")
+    parser = argparse.ArgumentParser(
+        description=description, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    common = parser.add_argument_group("common flags")
     for title, group_type in groups.items():
         group = parser.add_argument_group(title)
         for f in fields(group_type):
@@ -52,11 +53,17 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
 
 def _add(group, f) -> None:
     name = "--" + f.name.replace("_", "-")
-    text = f"{f.metadata['help']} (default {f.default!r})".replace("%", "%%")
+    text = f.metadata["help"].replace("%", "%%")
     if isinstance(f.default, bool):
         group.add_argument(name, action="store_true", help=text)
-    else:
-        group.add_argument(name, type=type(f.default), default=f.default, help=text)
+        return
+    metavar = {str: "TEXT", int: "N", float: "X"}[type(f.default)]
+    if f.metadata["choices"]:
+        metavar = "|".join(f.metadata["choices"])
+    if f.default != "":
+        text += f" (default {f.default})"
+    group.add_argument(name, type=type(f.default), default=f.default, metavar=metavar,
+                       help=text)
 
 
 def from_dict(cls, raw: Any, may_be_zero: tuple = ()):
