@@ -23,7 +23,6 @@ load a model when they need it.
 Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
 prose, as FINAL(...). Here only a call inside the REPL counts.
 """
-import asyncio
 import inspect
 import json
 import os
@@ -114,6 +113,8 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     A tree that the machine lost is run again. After `tries` it comes back with `failed` set
     and reward 0: keep it out of means and baselines. If all are lost, the last error is
     raised."""
+    import asyncio  # where it is used: it takes as long to import as all the rest
+
     gate = asyncio.Semaphore(at_once)
     lost: Exception | None = None
 
@@ -268,6 +269,8 @@ class _Tree:
                     contexts: list | None) -> list:
         """Answer llm_query* and rlm_query* from the parent's code: one value per prompt, in
         order. The children of one batch run side by side."""
+        import asyncio
+
         start = time.monotonic()
         if kind == "llm":
             contexts = [None] * len(prompts)
@@ -446,6 +449,8 @@ class RLM:
 
     def completion(self, query: str, context: Any) -> Any:
         """The answer (any JSON value), or None if the model gave none."""
+        import asyncio
+
         task = Task(id="question", kind="question", query=query, context=context)
         with self.sampler.threads():
             self.trace = asyncio.run(
