@@ -269,8 +269,10 @@ def facts(config) -> dict:
     here = Path(__file__).resolve().parent.parent
     folders = (here, here / "tasks", here / "runtime")
     files = sorted(path for folder in folders for path in folder.glob("*.py"))
-    handed_in = (config.task, config.reward, config.objective)
-    files += [Path(spec.partition(".py:")[0]) for spec in handed_in if spec.endswith(".py")]
+    for spec in (config.task, config.reward, config.objective):
+        path = Path(spec.partition(".py")[0] + ".py")
+        if path.is_file():  # one that was handed in
+            files.append(path)
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8)
     device = None
     if torch.cuda.is_available():
