@@ -8,10 +8,10 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 from tree import Node
@@ -28,8 +28,8 @@ def is_path(spec: str) -> bool:
 
 def load_file(path: str) -> ModuleType:
     """Run a Python file as a module of its own, once. Raises HandedInError."""
-    file = Path(path).resolve()
-    if not file.is_file():
+    file = os.path.realpath(path)
+    if not os.path.isfile(file):
         raise HandedInError(f"{path}: no such file")
     name = f"handed_in.{file}"
     if name not in sys.modules:
@@ -41,7 +41,7 @@ def load_file(path: str) -> ModuleType:
             spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[name]
-            raise explain(error, str(file)) from error
+            raise explain(error, file) from error
     return sys.modules[name]
 
 
@@ -85,7 +85,8 @@ def load_objective(spec: str) -> Callable:
     """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by its
     NAME, or of a user's file, whose results are checked."""
     if not is_path(spec):
-        ours = load_file(str(Path(__file__).parent.parent / "lab" / "objectives.py"))
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        ours = load_file(os.path.join(root, "lab", "objectives.py"))
         if spec not in ours.NAMES:
             raise ValueError(f"objective is {spec!r}; it can be grpo, "
                              f"{', '.join(ours.NAMES)} or path/to/file.py")

@@ -24,7 +24,6 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 DESCRIPTORS = 4096  # of the server, which holds two per REPL
@@ -97,6 +96,8 @@ class Sandbox:
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
+        from pathlib import Path  # here, as it is slow to import
+
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")

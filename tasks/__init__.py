@@ -35,10 +35,10 @@ import importlib
 import inspect
 import json
 import numbers
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,7 +81,7 @@ def load(spec: str) -> ModuleType:
                          "or path/to/my_task.py")
 
     module = handed_in.load_file(spec)
-    kind = Path(spec).stem
+    kind = _stem(spec)
     if kind in (*NAMES, QUESTION) or _files.get(kind, module) is not module:
         raise HandedInError(f"{spec}: another task is called {kind}; rename the file")
     for name in ("make", "score"):
@@ -102,7 +102,7 @@ def make(kind: str, rng: random.Random, tokens: int | None = None,
     what is never in training (evidence has terms for it). Raises ValueError for an unknown
     kind and for a length that it cannot have."""
     module = load(kind)
-    kind = Path(module.__file__).stem
+    kind = _stem(module.__file__)
     if tokens is not None and not hasattr(module, "TOKENS"):
         raise ValueError(f"{kind} tasks have one size, no number of tokens")
     made = _call(kind, "make", rng, tokens=tokens, heldout=heldout)
@@ -143,6 +143,11 @@ def demonstrate(task: Task, node: Node, rng: random.Random) -> str:
     if hasattr(load(task.kind), "demonstrate"):
         return _call(task.kind, "demonstrate", task, node, rng)
     return oracle(task, node)
+
+
+def _stem(path: str) -> str:
+    """The name of a kind: that of its file."""
+    return os.path.splitext(os.path.basename(path))[0]
 
 
 def _call(kind: str, name: str, *args: Any, **named: Any) -> Any:
@@ -222,7 +227,7 @@ def read(path: str, kind: str) -> list[Task]:
 
     Raises FileNotFoundError, or ValueError that names the line and the wrong field."""
     module = load(kind)
-    kind = Path(module.__file__).stem
+    kind = _stem(module.__file__)
     if not hasattr(module, "read"):
         raise ValueError(f"the task {kind} reads no files: it has no function read")
     questions = []
