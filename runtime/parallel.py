@@ -91,11 +91,6 @@ class World:
         self.waited += time.monotonic() - begin
         return values
 
-    def from_first(self, make):
-        """What `make()` returns on rank 0, on all ranks."""
-        value = make() if self.rank == 0 else None
-        return self.gather(value)[0]
-
     def take(self, directory: str) -> None:
         """Make the directory and keep other runs out of it until `release`, or until this
         process ends in whatever way. Raises OSError."""

@@ -88,9 +88,13 @@ def starting_point(config, last: str | None, state: dict) -> Start:
 
 
 class Run:
-    """One run's directory, its counters (`state`), and what to save (`keep`)."""
+    """One run's directory, and its counters (`state`).
 
-    def __init__(self, config, world: World):
+    What it saves are the model, optimizer, tokenizer and rlm (an RLMConfig) that `trainer`
+    has at that moment."""
+
+    def __init__(self, trainer, config, world: World):
+        self.trainer = trainer
         self.config = config
         self.world = world
         self.out = config.out
@@ -156,13 +160,6 @@ class Run:
 
     # --- what it leaves -------------------------------------------------------------------
 
-    def keep(self, model, optimizer, tokenizer, rlm_config) -> None:
-        """From now on these are saved. `rlm_config` is saved as rlm.json."""
-        self.model = model
-        self.optimizer = optimizer
-        self.tokenizer = tokenizer
-        self.rlm_config = rlm_config
-
     def log(self, metrics: dict) -> None:
         """One JSON line for programs."""
         if self.world.rank == 0:
@@ -188,7 +185,7 @@ class Run:
         path = checkpoint.place(self.out, self.state["phase"], self.state["step"])
         if os.path.isdir(path):  # of the same phase and step, so it would be the same
             return
-        weights = [] if self.model.rank else [self._weights]
+        weights = [] if self.trainer.model.rank else [self._weights]
         parts = [self._text, *weights, self._adapter, self._optimizer, self._state]
         checkpoint.write_directory(path, parts, self.world)
         if self.world.rank == 0:
@@ -196,23 +193,23 @@ class Run:
 
     def _text(self, aside: str) -> None:
         if self.world.rank == 0:
-            self.tokenizer.save(aside)
-            self.rlm_config.save(os.path.join(aside, "rlm.json"))
+            self.trainer.tokenizer.save(aside)
+            self.trainer.rlm.save(os.path.join(aside, "rlm.json"))
 
     def _weights(self, aside: str, dtype: torch.dtype | None = None) -> None:
         if self.world.rank == 0:
-            self.model.save_pretrained(aside, dtype)
+            self.trainer.model.save_pretrained(aside, dtype)
         else:
-            deque(self.model.merged(), maxlen=0)  # every rank takes part in each gathering
+            deque(self.trainer.model.merged(), maxlen=0)  # every rank takes part in each gathering
 
     def _adapter(self, aside: str) -> None:
-        if self.model.rank:
-            self.model.save_adapter(os.path.join(aside, "adapter"), self.path("warmup"),
+        if self.trainer.model.rank:
+            self.trainer.model.save_adapter(os.path.join(aside, "adapter"), self.path("warmup"),
                                     self.world.rank == 0)
 
     def _optimizer(self, aside: str) -> None:
         if self.state["step"]:  # before the first step it has nothing to save
-            checkpoint.save_optimizer(self.model, self.optimizer,
+            checkpoint.save_optimizer(self.trainer.model, self.trainer.optimizer,
                                       os.path.join(aside, "optimizer"))
 
     def _state(self, aside: str) -> None:
