@@ -447,13 +447,10 @@ def main() -> None:
     control, sandbox, base, quiet, hidden = json.loads(sys.argv[1])
     call("prctl", SET_NAME, b"repl-server", 0, 0, 0)  # what ps and top show
 
-    # A block finds what it finds in any Python: nothing of the repository can be imported,
-    # and of the environment there is what `Handle` gave, whatever Python's start added.
+    # A block finds what it finds in any Python: nothing of the repository can be imported.
     del sys.path[0]
     for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
         del sys.modules[name]
-    for name in os.environ.keys() - {"PATH", "LANG", "HOME", "TMPDIR"}:
-        del os.environ[name]
     os.chdir(base)
     for name in PRELOAD:
         __import__(name)

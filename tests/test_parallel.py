@@ -423,6 +423,17 @@ def weights(path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--lora-rank 2 --kl 0.1"])
+def test_a_run_of_two_ranks_ends_with_all_its_files(flags, tmp_path):
+    """What rank 0 does alone at the end must need no other rank, or the run would hang."""
+    done = torchrun("train.py", *SHORT, *flags.split(), "--eval-every", 1, "--out",
+                    tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert {"result.json", "report.html", "final", "best"} <= set(
+        os.listdir(tmp_path / "run"))
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_and_the_run_resumes(tmp_path, monkeypatch):
     out = tmp_path / "run"
     run = subprocess.Popen([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)),
