@@ -200,12 +200,13 @@ class Run:
         if self.world.rank == 0:
             self.trainer.model.save_pretrained(aside, dtype)
         else:
-            deque(self.trainer.model.merged(), maxlen=0)  # every rank takes part in each gathering
+            # Every rank takes part in each gathering.
+            deque(self.trainer.model.merged(), maxlen=0)
 
     def _adapter(self, aside: str) -> None:
         if self.trainer.model.rank:
-            self.trainer.model.save_adapter(os.path.join(aside, "adapter"), self.path("warmup"),
-                                    self.world.rank == 0)
+            self.trainer.model.save_adapter(
+                os.path.join(aside, "adapter"), self.path("warmup"), self.world.rank == 0)
 
     def _optimizer(self, aside: str) -> None:
         if self.state["step"]:  # before the first step it has nothing to save
