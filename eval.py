@@ -52,18 +52,23 @@ ANSWERED = ("final", "text")  # the ends of a root that gave an answer
 # ------------------------------------------------------------------------------------------
 # Questions
 
-def heldout_tasks(n: int, task: str = "evidence", seed: int = 0,
+def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
                   times: int = 1) -> list[Task]:
-    """n generated questions that training never saw, `times` as long as usual.
+    """n generated questions that training never saw, about `times` as long as usual.
 
+    Their lengths vary by a fifth, so that no score hangs on one number of documents.
     `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
     length that the kind cannot have."""
-    tokens = None
-    if times > 1:
-        # A kind without TOKENS has one length: tasks.make refuses to make another.
-        tokens = times * getattr(tasks.load(task), "TOKENS", 0)
-    return [tasks.make(task, random.Random(f"heldout {seed} {i}"), tokens, heldout=True)
-            for i in range(n)]
+    questions = []
+    for i in range(n):
+        rng = random.Random(f"heldout {seed} {i}")
+        tokens = None
+        if times > 1:
+            # A kind without TOKENS has one length: tasks.make refuses to make another.
+            usual = getattr(tasks.load(task), "TOKENS", 0)
+            tokens = round(times * usual * rng.uniform(0.8, 1.2))
+        questions.append(tasks.make(task, rng, tokens, heldout=True))
+    return questions
 
 
 def context_tokens(task: Task, tokenizer: Tokenizer) -> int:
@@ -322,8 +327,8 @@ def read_flags() -> argparse.Namespace:
         help="namespaces around the REPL (default auto: where possible)")
 
     add = parser.add_argument_group("questions").add_argument
-    add("--tasks", default="evidence", help="kinds of questions, as a,b; each is a name or "
-        "path/to/my_task.py (default evidence)")
+    add("--tasks", help="kinds of questions, as a,b; each is a name or path/to/my_task.py "
+        "(default: notes, and evidence with --data)")
     add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
         "(default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
@@ -346,6 +351,7 @@ def read_flags() -> argparse.Namespace:
 def main() -> None:
     from lab.compare import Comparison
 
+    sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     try:
         Comparison(read_flags()).run()
     except KeyboardInterrupt:

@@ -54,7 +54,7 @@ from tree import Rollout, read_rollouts, render
 class WarmupConfig:
     """The supervised steps before GRPO."""
     warmup_steps: int = flag(500, "supervised steps before GRPO; 0: none")
-    warmup_trees: int = flag(1536, "scripted trees that are run once and reused", 1)
+    warmup_trees: int = flag(1024, "scripted trees that are run once and reused", 1)
     warmup: str = flag("", "JSONL file of trees (eval.py --save) in place of scripted ones")
     warmup_lr: float = flag(3e-3, "peak learning rate of the warm-up")
 
@@ -62,13 +62,13 @@ class WarmupConfig:
 @dataclass(frozen=True)
 class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
-    steps: int = flag(120, "GRPO steps", common=True)
+    steps: int = flag(40, "GRPO steps", common=True)
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        0.0, "peak rate, falls linearly to a tenth; 0: 5e-4, or 2e-3 with adapters",
+        0.0, "peak rate, falls linearly to a tenth; 0: 8e-4, or 3.2e-3 with adapters",
         common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
@@ -83,6 +83,11 @@ class UpdateConfig:
 class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
     """All flags in one flat object."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.task:
+            object.__setattr__(self, "task", tasks.usual(self.data))
+
 
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
           "the objective": GRPOConfig}
@@ -92,19 +97,21 @@ GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfi
 TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                   num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                   max_position_embeddings=384, rope_theta=1e4)
-TINY_VOCABULARY = 640
+TINY_VOCABULARY = 1024
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
 
-LR = 5e-4  # of all weights; of adapters four times as much
+LR = 8e-4  # of all weights; of adapters four times as much
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 MAX_NORM = 1.0  # gradients are clipped to this norm
 WARMUP_ROWS = 32  # nodes per supervised step
 SHOW_EVERY = 25  # steps between printed trees
+PATIENCE = 10  # steps without any signal, after which GRPO ends
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     world = World()
     try:
         config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
@@ -161,7 +168,8 @@ class Trainer:
             self.tokenizer = Tokenizer.from_pretrained(source)
             self.rlm = rlm.load_config(
                 source, shape.max_position_embeddings, config.sandbox)
-            self.rlm = replace(self.rlm, max_depth=config.max_depth or self.rlm.max_depth)
+            if config.method != "saved":
+                self.rlm = evaluation.rlm_config(config.method, self.rlm)
             self.teacher = None
             if config.warmup and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
@@ -220,7 +228,7 @@ class Trainer:
             self.make_sampler()
             if "heldout_warmup" not in run.state["results"]:
                 self.evaluate("heldout_warmup", self.heldout)
-            last = self.reinforce()
+            self.reinforce()
         except KeyboardInterrupt:
             # Several ranks may be at different places. They keep their last checkpoint, as
             # does a run that was loading its weights.
@@ -231,12 +239,12 @@ class Trainer:
         run.save_model("final")
 
         final = self.evaluate("heldout_final", self.heldout)
-        if self.longer:
-            self.evaluate("heldout_4x", self.longer)
+        for name, questions in self.longer.items():
+            self.evaluate(name, questions)
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
+        self.report(final, gaps)
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
-            self.report(last, final, gaps)
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
 
     # --- the warm-up ----------------------------------------------------------------------
@@ -311,23 +319,24 @@ class Trainer:
         self.sampler = Sampler(self.model, memory=cache, batch=plan.MOST_WINDOWS,
                                window=self.rlm.window, dtype=None if lora else COMPUTE)
         self.policy = rlm.local_policy(self.sampler, self.tokenizer)
+        self.trees: list[Rollout] = []  # of the last step
         # With adapters the reference of a KL term is the model with its adapters off.
         self.reference = None
         if self.config.kl and not lora:
             self.reference = Qwen3.from_pretrained(self.run.path("warmup"), COMPUTE, DEVICE)
             self.reference.requires_grad_(False)
 
-    def reinforce(self) -> list[Rollout]:
-        """Steps of GRPO until --steps or --tokens are reached. Returns the last trees."""
+    def reinforce(self) -> None:
+        """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn
+        from."""
         config, run, world, model = self.config, self.run, self.world, self.model
-        rollouts: list[Rollout] = []
-        while self.progress() < 1:
+        while self.progress() < 1 and run.state["silent"] < PATIENCE:
             step, begin = run.state["step"], time.monotonic()
             in_model, waited = self.sampler.stats["seconds"], world.waited
 
             # Sample with the weights as they are now, and score the roots.
             self.sampler.load(model)
-            rollouts = self.collect(step)
+            self.trees = rollouts = self.collect(step)
             merged = {}
             if model.rank:  # how much of the adapters the sampler's copy lost by rounding
                 merged = {"merge_gap": model.merge_gap(self.sampler.model)}
@@ -357,6 +366,8 @@ class Trainer:
                     norm = self.optimizer_step(self.learning_rate(), loss)
                 run.state["step"] += 1
                 run.state["sampled"] += metrics.sampled_tokens(rollouts)
+                signal = any(any(row.advantages) for row in rows)
+                run.state["silent"] = 0 if signal else run.state["silent"] + 1
                 run.state["skipped"] += not rows
 
             seconds = self.sampler.stats["seconds"] - in_model
@@ -369,7 +380,9 @@ class Trainer:
                 self.keep_best()
             if run.state["step"] % config.save_every == 0:
                 run.save_checkpoint()
-        return rollouts
+        if run.state["silent"] == PATIENCE:
+            print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
+                  "all trees of a question scored alike: nothing to learn from")
 
     def collect(self, step: int) -> list[Rollout]:
         """The trees of a step. Each rank samples those of its share of the questions, then
@@ -466,6 +479,7 @@ class Trainer:
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
+        self.report(rollouts)
         return rollouts
 
     def keep_best(self) -> None:
@@ -491,17 +505,21 @@ class Trainer:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
             print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
 
-    def report(self, last: list[Rollout], final: list[Rollout], gaps: dict) -> None:
+    def report(self, heldout: list[Rollout], gaps: dict | None = None) -> None:
         """OUT/report.html: the scores, the curves, the trees of the last step with their
         group-relative advantages, and held-out trees with the gaps of their tokens."""
+        if self.world.rank:
+            return
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        trees = [(f"question {tree.group} #{i}", tree) for i, tree in enumerate(last)]
-        trees += [(f"held out #{i}", tree) for i, tree in enumerate(final)]
-        advantages = grpo.advantages(last, self.config)
+        trees = [(f"question {tree.group} #{i}", tree)
+                 for i, tree in enumerate(self.trees)]
+        trees += [(f"held out #{i}", tree) for i, tree in enumerate(heldout)]
+        advantages = grpo.advantages(self.trees, self.config)
         evaluation.write_report(
             self.run.path("report.html"), "Training run", asdict(self.config), rows,
             trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
-            advantages={tree.root: a for tree, a in zip(last, advantages)}, gaps=gaps)
+            advantages={tree.root: a for tree, a in zip(self.trees, advantages)},
+            gaps=gaps or {})
 
 
 # ------------------------------------------------------------------------------------------
@@ -516,9 +534,9 @@ def check(config: Config, ranks: int) -> None:
                          "each rank samples its own")
 
 
-def read_questions(config: Config) -> tuple[list | None, list, list]:
-    """The questions to train on (None: they are generated), those held out, and held-out
-    ones of four times the length, if the task has lengths."""
+def read_questions(config: Config) -> tuple[list | None, list, dict]:
+    """The questions to train on (None: they are generated), those held out, and longer ones
+    under the names of their scores, if the task has lengths."""
     kind = tasks.load(config.task)
     # An oracle knows how questions are generated, so it is no use for those of a file.
     scripts = hasattr(kind, "demonstrate") or (hasattr(kind, "oracle") and not config.data)
@@ -526,11 +544,12 @@ def read_questions(config: Config) -> tuple[list | None, list, list]:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
-        return *tasks.split(tasks.read(config.data, config.task)), []
+        return *tasks.split(tasks.read(config.data, config.task)), {}
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
-    longer = []
+    longer = {}
     if hasattr(kind, "TOKENS"):
-        longer = evaluation.heldout_tasks(config.heldout, config.task, times=4)
+        longer = {f"heldout_{times}x": evaluation.heldout_tasks(
+                      config.heldout, config.task, times=times) for times in (4, 16)}
     return None, heldout, longer
 
 
@@ -565,13 +584,14 @@ def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> 
 def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
                    config: RLMConfig, seed) -> list[Rollout]:
     """Scripted trees, run by the same code as sampled ones, in the real REPL. The scripts
-    of a node are drawn from (seed, the number of its tree, its path)."""
+    of a node are drawn from (seed, the number of its tree, its path). A tree that may have
+    one node only gets scripts that call nobody."""
     async def policy(node, max_tokens, key):
         *_, number, path, turn = key
 
         def script(task, node):
             rng = random.Random(f"{(seed, number)} {path}")
-            return tasks.demonstrate(task, node, rng)
+            return tasks.demonstrate(task, node, rng, alone=config.max_nodes == 1)
 
         write = tasks.scripted(script, questions[number], tokenizer)
         return await write(node, max_tokens, key)

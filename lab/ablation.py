@@ -1,7 +1,8 @@
-"""A set of configurations over seeds: `python -m lab.ablation core|more --out DIR`.
+"""A set of configurations over seeds: `python -m lab.ablation core|deep|more --out DIR`.
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
-same number of tokens; only the flags in SETS differ. Each is a run of train.py in its own
+same number of tokens; only the flags of their row differ. One without children has a
+warm-up of its own, whose scripts call nobody. Each is a run of train.py in its own
 directory under DIR. What was interrupted is continued, and what is finished is not run
 again. After every run the results are written to DIR/SET.json and SET.md, and drawn as
 SET.svg; those of the documentation are in lab/results/.
@@ -15,19 +16,35 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab import chart
 from runtime.files import read_json, write_text
+from runtime.run import HELDOUT
 
 TRAIN = str(Path(__file__).resolve().parent.parent / "train.py")
 SEEDS = (0, 1, 2)
-TOKENS = 170_000  # sampled in GRPO by each run, about 30 steps of the tiny setting
+MORE_SEEDS = (3, 4)  # of the rows that carry a claim
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile for this many seeds
+
+
+@dataclass(frozen=True)
+class Set:
+    """Configurations that are compared: {name: flags}."""
+    rows: dict[str, str]
+    claims: tuple[str, ...] = ()  # names of those that are run with MORE_SEEDS as well
+    flags: str = ""  # of all runs
+    warm_up: str = ""  # of the warm-up alone
+    tokens: int = 200_000  # sampled in GRPO by each run
+
+
+ALONE = "--method rlm0"
 SETS = {
-    "core": {
+    "core": Set({
         "default": "",
         "roots only": "--credit root",
+        "without children": ALONE,
         "children only": "--credit children",
         "children summed": "--children sum",
         "all tokens alike": "--length batch",
@@ -35,8 +52,15 @@ SETS = {
         "no std": "--std off",
         "rejection sampling": "--objective filter",
         "warm-up only": "--steps 0",
-    },
-    "more": {
+    }, claims=("default", "roots only", "without children", "warm-up only")),
+    "deep": Set({
+        "two levels": "",
+        "one level": "--method rlm1",
+        "roots only": "--credit root",
+        "without children": ALONE,
+        "warm-up only": "--steps 0",
+    }, flags="--task deep", warm_up="--warmup-steps 1500", tokens=300_000),
+    "more": Set({
         "default": "",
         "half own score": "--objective half_own",
         "own score alone": "--objective own",
@@ -49,7 +73,7 @@ SETS = {
         "process reward 0.2": "--objective process",
         "KL 0.01": "--kl 0.01",
         "two updates, clip 0.28": "--updates 2 --clip-high 0.28",
-    },
+    }),
 }
 
 
@@ -57,18 +81,25 @@ def run(name: str, out: str) -> None:
     """Run what is missing of a set, seed by seed, and print its table.
 
     Raises ValueError if a finished run had other flags, and RuntimeError if a run fails."""
-    for seed in SEEDS:
-        warmup = os.path.join(out, f"warmup-{seed}")
-        if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
-            train(warmup, f"--seed {seed} --steps 0 --heldout 8")
+    kind = SETS[name]
+    for seed in (*SEEDS, *MORE_SEEDS):
+        for label, flags in kind.rows.items():
+            if seed in MORE_SEEDS and label not in kind.claims:
+                continue
+            warmup = os.path.join(out, f"warmup-{seed}")
+            first = f"--seed {seed} --steps 0 --heldout 8 {kind.flags} {kind.warm_up}"
+            if ALONE in flags:
+                warmup = os.path.join(out, f"warmup-alone-{seed}")
+                first += f" {ALONE}"
+            if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
+                train(warmup, first)
 
-        for label, flags in SETS[name].items():
             path = run_path(out, label, seed)
             if is_finished(path):
                 check_flags(path, flags)
             else:
                 train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 "
-                            f"--steps 1000 --tokens {TOKENS} {flags}")
+                            f"--steps 1000 --tokens {kind.tokens} {kind.flags} {flags}")
             report(name, out)
     print(table(json_rows(name, out)))
 
@@ -108,9 +139,10 @@ def report(name: str, out: str) -> None:
     rows = json_rows(name, out)
     path, command = os.path.join(out, name), f"python -m lab.ablation {name}"
     scores = {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows}
-    title = f"Held-out F1 after {TOKENS:,} sampled tokens, one dot per seed"
+    tokens = SETS[name].tokens
+    title = f"Held-out score after {tokens:,} sampled tokens, one dot per seed"
 
-    results = {"command": command, "tokens": TOKENS, "rows": rows}
+    results = {"command": command, "tokens": tokens, "rows": rows}
     write_text(f"{path}.json", json.dumps(results))
     write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
     write_text(f"{path}.svg", chart.dots(scores, title))
@@ -119,8 +151,8 @@ def report(name: str, out: str) -> None:
 def json_rows(name: str, out: str) -> list[dict]:
     """One row per configuration with all its finished runs, in the order of the set."""
     rows = []
-    for label, flags in SETS[name].items():
-        paths = [run_path(out, label, seed) for seed in SEEDS]
+    for label, flags in SETS[name].rows.items():
+        paths = [run_path(out, label, seed) for seed in (*SEEDS, *MORE_SEEDS)]
         runs = [read(path) for path in paths if is_finished(path)]
         if runs:
             scores = [r["heldout_final"] for r in runs]
@@ -141,8 +173,7 @@ def read(path: str) -> dict:
     steps = {line["step"]: line for line in lines if line["phase"] == "grpo"}
     steps = [steps[number] for number in sorted(steps)]
 
-    kept = {key: result[key] for key in ("seed", "heldout_warmup", "heldout_final",
-                                         "heldout_4x", "sampled_tokens", "seconds")}
+    kept = {key: result[key] for key in ("seed", *HELDOUT, "sampled_tokens", "seconds")}
     for key in ("reward", "entropy", "tokens_worse", "tokens_better", "own_correlation"):
         kept[key] = [step[key] and round(step[key], 3) for step in steps]
     return kept
@@ -165,15 +196,19 @@ def table(rows: list[dict]) -> str:
         ends = f" [{low:+.3f}, {high:+.3f}]" if low is not None else ""
         return "" if middle is None else f"{middle:+.3f}{ends}"
 
-    lines = ["| configuration | flags | seeds | mean | difference | "
-             "four times the papers |", "|---|---|---|---|---|---|"]
+    def longer(row, score):
+        values = [r.get(score) for r in row["runs"]]
+        return "" if None in values else f"{statistics.fmean(values):.3f}"
+
+    lines = ["| configuration | flags | seeds | mean | difference | 4 times as long | "
+             "16 times |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         name = row["name"].replace("|", "\\|")
         flags = f"`{row['flags']}`" if row["flags"] else ""
         seeds = " ".join(f"{r['heldout_final']:.3f}" for r in row["runs"])
-        larger = statistics.fmean(r["heldout_4x"] for r in row["runs"])
         lines.append(f"| {name} | {flags} | {seeds} | {row['mean'][0]:.3f} | "
-                     f"{interval(row['difference'])} | {larger:.3f} |")
+                     f"{interval(row['difference'])} | {longer(row, 'heldout_4x')} | "
+                     f"{longer(row, 'heldout_16x')} |")
     return "\n".join(lines)
 
 

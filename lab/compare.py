@@ -66,7 +66,7 @@ class Comparison:
         self.score = tasks.reward
         if args.reward:
             self.score = handed_in.load_reward(args.reward)
-        kinds = [self.load_kind(spec) for spec in split(args.tasks)]
+        kinds = [self.load_kind(spec) for spec in self.kinds()]
         self.questions = self.read_data(kinds[0]) if args.data else None
         self.numbers = range(len(self.questions) if args.data else args.n or 128)
         self.methods = self.choose_methods()
@@ -82,6 +82,9 @@ class Comparison:
             self.sampler = Sampler(self.model, window=window)
             self.policies["model"] = rlm.local_policy(
                 self.sampler, self.tokenizer, args.temperature, args.top_p)
+
+    def kinds(self) -> list[str]:
+        return split(self.args.tasks) or [tasks.usual(self.args.data)]
 
     def check(self) -> None:
         """Raises ValueError for flags that are wrong alone or do not fit together."""
@@ -112,7 +115,7 @@ class Comparison:
                  "--lengths is for generated questions, not for those of --data"),
                 (a.data and "oracle" in self.speakers,
                  "the oracle knows how questions are generated; it has no --data"),
-                (a.data and len(split(a.tasks)) != 1,
+                (a.data and len(self.kinds()) != 1,
                  "--data holds questions of one kind; --tasks names it"),
                 (a.resume and not outputs,
                  "--resume needs the --json, --html or --save of the run to resume")):

@@ -6,7 +6,8 @@
 
 Each returns the tree of its calls, like rlm.rollout, so that everything after it (scores,
 costs, the report) treats all methods alike. A baseline's answer is a text. For evidence
-its lines are taken as the sentences, since a text of several would be found nowhere.
+its lines are taken as the sentences, since a text of several would be found nowhere. For
+notes it is read as JSON or as lines like "n3: foods".
 
 Left out: embeddings, rerankers, agents with other tools. Standard library and the text side
 only.
@@ -39,6 +40,8 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
     root, seen = await BASELINES[name](task, _Caller(policy, tokenizer, config, key))
     if task.kind == "evidence" and isinstance(root.answer, str):
         root.answer = sentences(root.answer)
+    if task.kind == "notes" and isinstance(root.answer, str):
+        root.answer = dict(re.findall(r"([\w-]+)[\"']?\s*:\s*[\"']?(\w+)", root.answer))
     return root, seen
 
 

@@ -35,10 +35,13 @@ class RunConfig:
     model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
     task: str = flag(
-        "evidence", "what is asked: a file of tasks/ by its name, or path/to/file.py",
-        common=True)
+        "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
+            "notes, and evidence with --data", common=True)
     reward: str = flag("", "path/to/file.py[:function] that scores in the task's place")
-    max_depth: int = flag(0, "nodes down to this depth have a REPL; 0: as rlm.json says")
+    method: str = flag(
+        "saved", "rlm1: children have a REPL; rlm2: theirs, too; rlm0: there are no "
+                 "children; saved: as rlm.json says",
+        choices=("saved", "rlm0", "rlm1", "rlm2"))
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     overwrite: bool = flag(False, "empty an --out that holds another run")
@@ -54,10 +57,14 @@ class RunConfig:
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
               "eval_every sandbox recompute micro_tokens").split()
 
+# The scores in result.json; None where a task has one length.
+HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
+
 # Flags of earlier versions, with the value that is built in now.
 BUILT_IN = {
     "clip_low": 0.2, "dpo_beta": 0.1, "gap_max": 2.0, "keep": 0.5,
-    "length_constant": 64.0, "lora_alpha": 32.0, "max_norm": 1.0, "overlap": False,
+    "length_constant": 64.0, "lora_alpha": 32.0, "max_depth": 0, "max_norm": 1.0,
+    "overlap": False,
     "overlong": "keep", "own": 0.0, "process": 0.0, "resample": 0, "std_floor": 1e-2,
     "warmup_degenerate": "", "warmup_rows": 32, "warmup_score": 0.0,
 }
@@ -100,7 +107,7 @@ class Run:
         self.out = config.out
         self.began = time.monotonic()
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0, "best": None}
+                      "sampled": 0, "skipped": 0, "silent": 0, "best": None}
 
     # --- where it starts ------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class Run:
         """OUT/result.json: the scores, and the flags that they belong to."""
         rows = self.state["results"]
         scores = {name: rows[name]["score"] if name in rows else None
-                  for name in ("heldout_warmup", "heldout_final", "heldout_4x")}
+                  for name in HELDOUT}
         result = {"seed": self.config.seed, "credit": self.config.credit, **scores,
                   "heldout_n": rows["heldout_final"]["n"], **more,
                   "sampled_tokens": self.state["sampled"],

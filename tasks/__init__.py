@@ -1,6 +1,7 @@
 """What is asked and how an answer is scored: Task, and the kinds of task, one file each.
 
     kind       what is asked                           the score, in [0, 1]
+    notes      what each note from a place is about    share of right labels
     evidence   the sentences about a term, in papers   F1 over their characters
     deep       one meaning per paragraph, two levels   F1 over the meanings
                of children are needed to find all
@@ -37,6 +38,7 @@ import json
 import numbers
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -47,8 +49,15 @@ from runtime.handed_in import HandedInError
 from tasks.in_repl import source
 from tree import Completion, Node
 
-NAMES = ("evidence", "deep", "niah", "oolong", "pairs", "code", "hop")
+NAMES = ("notes", "evidence", "deep", "niah", "oolong", "pairs", "code", "hop")
+CALL = re.compile(r"\b(rlm|llm)_query")  # in code: a call of the model
 QUESTION = "question"  # the kind of a user's free question: no strategy, no score
+
+
+def usual(data: str | None) -> str:
+    """The kind where none is named: that of questions from the file `data`, or that of
+    generated ones."""
+    return "evidence" if data else "notes"
 
 
 @dataclass(frozen=True)
@@ -137,12 +146,18 @@ def keyword(task: Task, node: Node) -> str:
     return _call(task.kind, "keyword", task, node)
 
 
-def demonstrate(task: Task, node: Node, rng: random.Random) -> str:
+def demonstrate(task: Task, node: Node, rng: random.Random, alone: bool = False) -> str:
     """The next message of a scripted strategy, good or bad, which `rng` draws: an equal rng
-    in every turn lets a node keep its strategy. Where there are none, the oracle's."""
-    if hasattr(load(task.kind), "demonstrate"):
-        return _call(task.kind, "demonstrate", task, node, rng)
-    return oracle(task, node)
+    in every turn lets a node keep its strategy. Where there are none, the oracle's.
+
+    `alone` asks for a script that calls nobody. Raises ValueError if there is none."""
+    if not hasattr(load(task.kind), "demonstrate"):
+        return oracle(task, node)
+    for _ in range(100):
+        message = _call(task.kind, "demonstrate", task, node, rng)
+        if not (alone and CALL.search(message)):
+            return message
+    raise ValueError(f"the task {task.kind} has no script that calls nobody")
 
 
 def _stem(path: str) -> str:

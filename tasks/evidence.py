@@ -7,8 +7,8 @@ question asks for those about one term.
 """
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
-from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, make_sentence,
-                        make_term, strings_in)
+from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, how_many,
+                        make_sentence, make_term, strings_in)
 
 STRATEGY = """\
 The context is a dict {paper id: text}. Return the sentences that answer the question, \
@@ -22,19 +22,22 @@ and returns the exact sentences as a list of strings copied from the text, or []
 are none.
 3. Drop strings that are errors, join the lists, and call FINAL with them."""
 
-TOKENS = 1_754  # 12 papers
-SENTENCES = 7  # of a paper
-PAPER_CHARS = 66 * SENTENCES + 122.6  # on average
-RELEVANT = (2, 4)  # papers with one or two sentences about the term
+TOKENS = 4_970  # 34 papers
+PAPERS = (4, 120)  # of a question of the usual length
+SENTENCES = (4, 10)  # of a paper
+PAPER_CHARS = 66 * 7 + 122.6  # on average
+RELEVANT = (1, 5)  # papers with one or two sentences about the term; 4 papers at most
 MANY = 2_000  # papers; above that, sentences repeat
 
 
 def make(rng, tokens=None, heldout=False):
-    papers = round(characters(tokens, TOKENS) / PAPER_CHARS)
+    papers = how_many(rng, *PAPERS)
+    if tokens is not None:
+        papers = round(characters(tokens, TOKENS) / PAPER_CHARS)
     term = make_term(rng, heldout)
     drawn = [make_term(rng, heldout) for _ in range(2 * papers)]
     others = [t for t in drawn if t != term]
-    chosen = set(rng.sample(range(papers), rng.randint(*RELEVANT)))
+    chosen = set(rng.sample(range(papers), min(papers, rng.randint(*RELEVANT))))
 
     pool = []
     if papers > MANY:  # 65,000 papers of new sentences would take many seconds
@@ -46,9 +49,10 @@ def make(rng, tokens=None, heldout=False):
     context, gold = {}, {}
     for number in range(papers):
         own = rng.sample(others, 2)
-        body = [sentence(rng.choice(own)) for _ in range(SENTENCES)]
+        size = rng.randint(*SENTENCES)
+        body = [sentence(rng.choice(own)) for _ in range(size)]
         if number in chosen:
-            for at in rng.sample(range(SENTENCES), rng.randint(1, 2)):
+            for at in rng.sample(range(size), rng.randint(1, 2)):
                 body[at] = make_sentence(rng, term)
                 gold.setdefault(f"p{number}", []).append(body[at])
         title = f"{rng.choice(ADJECTIVES).title()} {rng.choice(NOUNS)}s of {own[0]}"
@@ -94,13 +98,17 @@ def read(row):
 
 
 MAX_SPANS = 2_000  # distinct strings in an answer; marking more could take minutes
+SHORTEST = 12  # characters of a string that counts, unless all of the gold is shorter
 
 
 def score(task, answer):
     """Micro F1 over characters: every occurrence of every returned string is marked in
     every paper. Precision and recall are taken over the union of the marked characters, so
-    repeating a span gains nothing. Strings found nowhere score exactly 0."""
-    spans = set(strings_in(answer))
+    repeating a span gains nothing. Strings found nowhere score exactly 0, and so do short
+    ones: the letters of the alphabet would mark everything without reading anything."""
+    gold_spans = [span for spans in task.answer.values() for span in spans]
+    shortest = min([SHORTEST, *map(len, gold_spans)])
+    spans = {span for span in strings_in(answer) if len(span) >= shortest}
     if not spans or len(spans) > MAX_SPANS:
         return 0.0
     both = returned = gold = 0
@@ -145,9 +153,10 @@ def mark(text: str, spans) -> bytearray:
     return marked
 
 
-# Shares of good and bad strategies. Only filter with exact is right: which is which is for
-# the reinforcement to find out.
-ROOT_SCRIPTS = {"filter": 0.3, "all": 0.2, "one": 0.2, "alone": 0.15, "forget": 0.15}
+# Shares of good and bad strategies. Right are filter with exact, and search, which needs no
+# children: which is which is for the reinforcement to find out.
+ROOT_SCRIPTS = {"filter": 0.25, "all": 0.15, "one": 0.15, "search": 0.15, "alone": 0.15,
+                "forget": 0.15}
 CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
 LOOK_FIRST = 0.25  # share of scripts that print something first and act in the next turn
 
@@ -167,10 +176,11 @@ def strategy_code(task, name: str) -> str:
     hits = f'ps = [p for p in context.values() if "{word}" in p]\n'
     ask = f"""'Quote "{word}".'"""
     return block({
-        # a root: children get the papers with the word, or all, or one, or none
+        # a root: children get the papers with the word, or all, or one; it searches itself
         "filter": hits + f"FINAL(rlm_query_batched({ask}, ps))",
         "all": f"FINAL(rlm_query_batched({ask}, list(context.values())))",
         "one": hits + f"FINAL(rlm_query({ask}, ps[0]))",
+        "search": hits + f'FINAL([search(p, "{word}", 0) for p in ps])',
         "alone": hits + "FINAL(ps)",
         "forget": hits + "print(len(ps))",
         # a child: the sentences with the word, the paper, its first sentence

@@ -18,7 +18,7 @@ TAILS = ("in every trial", "at low cost", "without a control", "over two years",
          "for small groups", "under new rules", "after the change", "with less noise")
 POOL = 400  # different sentences, lines or functions that fill a context
 
-LEAST, MOST = 2_000, 10_000_000  # tokens of a context
+LEAST, MOST = 1_000, 10_000_000  # tokens of a context
 
 
 def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
@@ -28,6 +28,12 @@ def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
     if not LEAST <= tokens <= most:
         raise ValueError(f"a context has {LEAST:,} to {most:,} tokens here, not {tokens:,}")
     return 4 * tokens
+
+
+def how_many(rng: random.Random, least: int, most: int) -> int:
+    """A number of documents, whose logarithm is uniform. So numbers of one, two and three
+    digits all occur, and the prompt's line with the number is no surprise at any length."""
+    return round(least * (most / least) ** rng.random())
 
 
 def make_term(rng: random.Random, heldout: bool = False) -> str:

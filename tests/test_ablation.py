@@ -16,7 +16,7 @@ def finish(path, score):
     (path / "warmup" / "rlm.json").write_text("{}")
     (path / "result.json").write_text(json.dumps({
         "seed": int(path.name[-1]), "heldout_warmup": 0.1, "heldout_final": score,
-        "heldout_4x": 0.2, "sampled_tokens": 9, "seconds": 1.0,
+        "heldout_4x": 0.2, "heldout_16x": None, "sampled_tokens": 9, "seconds": 1.0,
         "flags": {"children": "sum" if "summed" in path.name else "mean"}}))
     (path / "metrics.jsonl").write_text(json.dumps({
         "phase": "grpo", "step": 1, "reward": score, "entropy": 0.5, "tokens_worse": 7.0,
@@ -26,12 +26,16 @@ def finish(path, score):
 def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
     """Of the runs one was finished before; the files say what the runs say."""
     two = {"default": "", "summed": "--children sum"}
-    monkeypatch.setattr(ablation, "SETS", {"two": two})
+    compared = ablation.Set(two, flags="--task deep", warm_up="--warmup-steps 9")
+    monkeypatch.setattr(ablation, "SETS", {"two": compared})
     monkeypatch.setattr(ablation, "SEEDS", (0, 1))
+    monkeypatch.setattr(ablation, "MORE_SEEDS", ())
     asked = []
 
     def train(path, flags):
         asked.append(Path(path).name)
+        assert "--task deep" in flags
+        assert ("--warmup-steps 9" in flags) == ("warmup-" in path)
         finish(Path(path), 0.1 * (1 + len(asked)))
 
     monkeypatch.setattr(ablation, "train", train)
@@ -52,6 +56,28 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     assert "summed-0 was run with children sum, not mean" in message
 
 
+def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkeypatch):
+    rows = {"default": "", "alone": ablation.ALONE, "summed": "--children sum"}
+    compared = ablation.Set(rows, claims=("default", "alone"))
+    monkeypatch.setattr(ablation, "SETS", {"three": compared})
+    monkeypatch.setattr(ablation, "SEEDS", (0,))
+    monkeypatch.setattr(ablation, "MORE_SEEDS", (1,))
+    asked = {}
+
+    def train(path, flags):
+        asked[Path(path).name] = flags
+        finish(Path(path), 0.5)
+
+    monkeypatch.setattr(ablation, "train", train)
+    assert command(ablation, monkeypatch, "three", "--out", tmp_path) is None
+    assert list(asked) == ["warmup-0", "default-0", "warmup-alone-0", "alone-0", "summed-0",
+                           "warmup-1", "default-1", "warmup-alone-1", "alone-1"]
+    for name, flags in asked.items():
+        assert (ablation.ALONE in flags) == ("alone" in name)
+        start = f"--model {tmp_path / 'warmup-alone'}-{name[-1]}/warmup "
+        assert (start in flags) == name.startswith("alone")
+
+
 def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "TRAIN", str(tmp_path / "nowhere.py"))
     message = command(ablation, monkeypatch, "core", "--out", tmp_path)
@@ -61,7 +87,7 @@ def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
 
 def test_an_unknown_set_is_refused(tmp_path, monkeypatch, capsys):
     assert command(ablation, monkeypatch, "all", "--out", tmp_path) == 2
-    assert "'core', 'more'" in capsys.readouterr().err
+    assert "'core', 'deep', 'more'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["core", "more"])
@@ -70,4 +96,4 @@ def test_the_committed_tables_say_what_the_committed_runs_say(name):
     assert ablation.table(rows) in (RESULTS / f"{name}.md").read_text()
     for row in rows:
         assert ablation.mean([r["heldout_final"] for r in row["runs"]]) == row["mean"]
-    assert set(ablation.SETS[name]) <= {row["name"] for row in rows}
+        assert ablation.SETS[name].rows.get(row["name"], row["flags"]) == row["flags"]

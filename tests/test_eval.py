@@ -187,9 +187,13 @@ def test_an_exception_says_whether_another_try_is_of_use(name, calls):
 
 
 def test_held_out_questions_of_several_times_the_length():
-    usual, longer = (evaluation.heldout_tasks(3, times=times) for times in (1, 4))
-    for a, b in zip(usual, longer):
-        assert 3.5 < len(rlm.as_text(b.context)) / len(rlm.as_text(a.context)) < 4.5
+    """Around four and sixteen times, and no two with the same number of documents."""
+    for times in (4, 16):
+        longer = evaluation.heldout_tasks(30, times=times)
+        usual = tasks.load("notes").TOKENS
+        sizes = [len("".join(task.context.values())) / 4 / usual / times for task in longer]
+        assert 0.7 < min(sizes) < 0.9 < sum(sizes) / 30 < 1.1 < max(sizes) < 1.3
+        assert len({len(task.context) for task in longer}) > 20
     with pytest.raises(ValueError, match="deep tasks have one size"):
         evaluation.heldout_tasks(1, "deep", times=4)
 
@@ -249,10 +253,10 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     def terms(questions):
         return {re.search('"(.*?)"', task.query)[1] for task in questions}
 
-    held = terms(evaluation.heldout_tasks(128))
+    held = terms(evaluation.heldout_tasks(128, "evidence"))
     for split, path in (("train", tmp_path / "a"), ("heldout", tmp_path / "b")):
-        assert command("--policy", "oracle", "--n", 12, "--save", path,
-                       "--split", split)[0] is None
+        assert command("--policy", "oracle", "--tasks", "evidence", "--n", 12,
+                       "--save", path, "--split", split)[0] is None
         found = terms(r.task for r in read_rollouts(path, Task))
         assert found <= held if split == "heldout" else not found & held
     names = []
@@ -422,11 +426,11 @@ FILE = [*ORACLE, "--data", DATA]
     (["--policy", "clever"], "no policy 'clever'"),
     ([*ORACLE, "--methods", "rlm9"], "no method 'rlm9'; there are direct"),
     ([*ORACLE, "--methods", "direct"], "a script writes code"),
-    ([*ORACLE, "--tasks", "chess"], "no task 'chess'; there are: evidence"),
+    ([*ORACLE, "--tasks", "chess"], "no task 'chess'; there are: notes, evidence"),
     ([*ORACLE, "--tasks", "chess.py"], "chess.py: no such file"),
     ([*ORACLE, "--tasks", "deep", "--lengths", "2000"], "deep tasks have one size"),
     ([*ORACLE, "--lengths", "8k"], "--lengths 8k: it is whole numbers"),
-    ([*ORACLE, "--tasks", "pairs", "--lengths", "90000000"], "2,000 to 100,000 tokens"),
+    ([*ORACLE, "--tasks", "pairs", "--lengths", "90000000"], "1,000 to 100,000 tokens"),
     ([*ORACLE, "--n", "0"], "--n must be above 0"),
     ([*ORACLE, "--resume"], "--resume needs"),
     ([*ORACLE, "--reward", "/nowhere.py"], "/nowhere.py: no such file"),

@@ -311,6 +311,7 @@ def test_the_scripted_demonstrations_run_and_score(children, monkeypatch):
         rng = random.Random(f"{key[-3]} {node.path}")
         return Completion(tasks.demonstrate(questions[key[-3]], node, rng))
 
+    monkeypatch.setitem(evidence_kind.ROOT_SCRIPTS, "search", 0)  # needs no children
     config = RLMConfig(style="brief", max_turns=2)
     done = asyncio.run(collect(questions, policy, None, config))
     assert not any(n.errors for r in done for n in r.root.walk())

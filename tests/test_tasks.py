@@ -44,7 +44,7 @@ def test_a_free_question_has_tools_and_neither_advice_nor_scores():
 
 
 def test_an_unknown_kind_is_refused_and_what_a_kind_lacks_is_named():
-    with pytest.raises(ValueError, match="'poetry'; there are: evidence, deep, niah"):
+    with pytest.raises(ValueError, match="'poetry'; there are: notes, evidence, deep"):
         tasks.load("poetry")
     task = tasks.make("deep", random.Random(0))
     with pytest.raises(ValueError, match="the task deep has no function keyword"):

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from runtime.run import BUILT_IN, Start, starting_point
 from tokenizer import Tokenizer
 from tree import Rollout
 
+ROOT = Path(__file__).resolve().parent.parent
 DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
 
 
@@ -59,7 +62,7 @@ def one_step(trainer, trees):
 
 def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     result = json.loads((short_run / "result.json").read_text())
-    for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_n "
+    for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_16x heldout_n "
                 "window_tokens context_tokens sampled_tokens seconds flags").split():
         assert key in result
     assert result["context_tokens"] > result["window_tokens"]
@@ -120,8 +123,9 @@ def test_tokens_end_a_run_and_the_best_weights_stay(short_run, tmp_path, monkeyp
 def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    task = tasks.make("evidence", random.Random(0))
-    trees = train.demonstrations([task] * 8, tokenizer, train.TINY_RLM, 0)
+    task = tasks.make("notes", random.Random(0))
+    config = train.tiny_rlm(train.Config())
+    trees = train.demonstrations([task] * 8, tokenizer, config, 0)
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
     return trees
@@ -139,6 +143,65 @@ def test_a_batch_without_signal_changes_no_weight(short_run, tmp_path, scripted_
     assert row["skipped"] == 1 and row["entropy"] is None
     assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
     trainer.world.release()
+
+
+def test_a_run_ends_when_ten_steps_in_a_row_taught_nothing(
+        short_run, tmp_path, scripted_trees, monkeypatch, capsys):
+    trainer = make_trainer(monkeypatch, tmp_path / "q", "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--steps", 30)
+    trainer.end_warm_up()
+    flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
+    trees = [flat] * 4 + [scripted_trees] + [flat] * 30
+    trainer.sampler = SimpleNamespace(load=lambda model: None, stats={"seconds": 0.0})
+    trainer.reference, trainer.collect = None, lambda step: trees[step]
+    trainer.reinforce()
+    assert lines(tmp_path / "q")[-1]["step"] == 15
+    assert "stopped after step 15: in the last 10 steps" in capsys.readouterr().out
+    trainer.world.release()
+
+
+def test_without_children_scripts_call_nobody_and_the_checkpoint_says_so(
+        tmp_path, monkeypatch):
+    out = tmp_path / "alone"
+    assert command(train, monkeypatch, *SHORT, "--method", "rlm0", "--out", out) is None
+    saved = rlm.RLMConfig.load(str(out / "final" / "rlm.json"))
+    assert saved.max_depth == 0 and saved.max_nodes == 1
+    questions = [tasks.make("notes", random.Random(i)) for i in range(40)]
+    trees = train.demonstrations(questions, None, saved, 0)
+    written = [turn.text for tree in trees for turn in tree.root.turns
+               if turn.role == "assistant"]
+    assert not any(tree.root.children for tree in trees)
+    assert not any("_query" in text for text in written)
+    # Among them are some that search and read themselves.
+    assert 0.05 < sum(tree.reward for tree in trees) / 40 < 0.6
+
+
+def test_the_report_can_be_read_while_a_run_goes_on(short_run, tmp_path, monkeypatch):
+    seen = []
+
+    def look(trainer, step):
+        seen.append((tmp_path / "r" / "report.html").read_text())
+        return collect(trainer, step)
+
+    collect = train.Trainer.collect
+    monkeypatch.setattr(train.Trainer, "collect", look)
+    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                   "--warmup-steps", 0, "--heldout", 1, "--eval-every", 1,
+                   "--out", tmp_path / "r") is None
+    assert len(seen) == 2 and "held out #0" in seen[0]
+    assert "question 1 #" not in seen[0] and "question 1 #" in seen[1]
+
+
+def test_lines_of_a_run_appear_at_once_in_a_file(tmp_path):
+    """A reader sees the first lines while the run goes on."""
+    code = ("import sys, train; train.Trainer = lambda *_: print('first') or sys.exit("
+            "open(sys.argv[-1]).read()); train.main()")
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        run = subprocess.run([sys.executable, "-c", code, "--out", str(tmp_path / "o"),
+                              "--data", str(log)], cwd=ROOT, stdout=file,
+                             stderr=subprocess.PIPE, text=True)
+    assert run.stderr.strip() == "first"
 
 
 @pytest.mark.parametrize("flags", [
@@ -373,7 +436,7 @@ def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
     assert json.loads((out / "result.json").read_text())["heldout_4x"] is None
     assert rlm.RLMConfig.load(str(out / "final" / "rlm.json")).max_depth == 2
     again = tmp_path / "one"
-    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--max-depth", 1,
+    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--method", "rlm1",
                    "--model", out / "warmup", "--warmup-steps", 0, "--out", again) is None
     assert rlm.RLMConfig.load(str(again / "final" / "rlm.json")).max_depth == 1
 
