@@ -1,11 +1,16 @@
-"""A set of configurations: what is run, what is continued, what the results say."""
+"""A set of configurations: what is run, what is continued, what the results say. And the
+program that mixes degenerate policies into a warm-up."""
 import json
+import random
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import command
+from conftest import SHORT, command
 
-from lab import ablation
+import tasks
+import train
+from lab import ablation, degenerate
 
 RESULTS = Path(ablation.__file__).parent / "results"
 
@@ -96,4 +101,20 @@ def test_the_committed_tables_say_what_the_committed_runs_say(name):
     assert ablation.table(rows) in (RESULTS / f"{name}.md").read_text()
     for row in rows:
         assert ablation.mean([r["heldout_final"] for r in row["runs"]]) == row["mean"]
-        assert ablation.SETS[name].rows.get(row["name"], row["flags"]) == row["flags"]
+
+
+def test_the_share_of_a_degenerate_policy_is_counted_and_printed(
+        short_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "demonstrate", tasks.demonstrate)  # both are put back
+    monkeypatch.setattr(train.Trainer, "collect", train.Trainer.collect)
+    monkeypatch.setattr(sys, "argv", ["degenerate", "letters", *SHORT, "--model",
+                                      str(short_run / "init"), "--out", str(tmp_path / "l")])
+    degenerate.main()
+    assert "letters: share 0.00 in the first step" in capsys.readouterr().out
+    questions = [tasks.make("evidence", random.Random(i)) for i in range(40)]
+    config = train.tiny_rlm(train.Config())
+    trees = train.demonstrations(questions, None, config, 0)
+    assert 0.3 < degenerate.share(trees, "letters") < 0.7
+    assert command(degenerate, monkeypatch, "nothing") == (
+        "lab.degenerate: give one of echo, letters, flood, constant, endless, at_once, "
+        "then flags of train.py")
