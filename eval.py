@@ -186,8 +186,11 @@ def rlm_config(method: str, config: RLMConfig) -> RLMConfig:
     """The configuration of rlm0 to rlm2-bare, from that of the checkpoint.
 
     The number is the depth down to which nodes have a REPL; rlm0 may not call itself.
-    "-bare" leaves the task's strategy out of the prompt."""
+    "-bare" leaves the task's strategy out of the prompt. Raises ValueError for what the
+    configuration rules out."""
     depth = int(method[3])
+    if depth and config.max_nodes == 1:
+        raise ValueError(f"{method}: rlm.json says max_nodes 1, so there are no children")
     config = replace(config, max_depth=depth)
     if depth == 0:
         config = replace(config, max_nodes=1)

@@ -168,6 +168,11 @@ def test_a_brief_prompt_has_no_strategy_to_leave_out():
         evaluation.rlm_config("rlm1-bare", RLMConfig(style="brief"))
 
 
+def test_a_model_trained_without_children_is_not_run_with_them():
+    with pytest.raises(ValueError, match="rlm1: rlm.json says max_nodes 1"):
+        evaluation.rlm_config("rlm1", RLMConfig(max_nodes=1))
+
+
 def test_without_ids_four_characters_count_against_the_window():
     root, _ = answer("rlm1", QUESTION, lambda node: block(f"print('{'x' * 900}')"),
                      window=1200, max_turns=50)

@@ -72,7 +72,8 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     assert [row["step"] for row in steps] == [1, 2]
     # In float32 sampler and trainer agree.
     assert all(row["largest_gap"] < 1e-4 for row in steps)
-    assert rlm.RLMConfig.load(short_run / "final" / "rlm.json") == train.TINY_RLM
+    saved = rlm.RLMConfig.load(short_run / "final" / "rlm.json")
+    assert saved == train.tiny_rlm(train.Config())
     page = (short_run / "report.html").read_text()
     assert "held out #0" in page and "question 1 #" in page
 
