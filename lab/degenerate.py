@@ -1,4 +1,4 @@
-"""Does training end what does not answer? `python -m lab.degenerate NAME [flags of train.py]`.
+"""Does training end what is no answer? `python -m lab.degenerate NAME [flags of train.py]`
 
 In half of the scripted trees of the warm-up, the root does one of POLICIES instead of the
 task. GRPO has to lower their share of the sampled trees. Printed are that share and the

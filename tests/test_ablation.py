@@ -107,8 +107,8 @@ def test_the_share_of_a_degenerate_policy_is_counted_and_printed(
         short_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "demonstrate", tasks.demonstrate)  # both are put back
     monkeypatch.setattr(train.Trainer, "collect", train.Trainer.collect)
-    monkeypatch.setattr(sys, "argv", ["degenerate", "letters", *SHORT, "--model",
-                                      str(short_run / "init"), "--out", str(tmp_path / "l")])
+    flags = [*SHORT, "--model", str(short_run / "init"), "--out", str(tmp_path / "l")]
+    monkeypatch.setattr(sys, "argv", ["degenerate", "letters", *flags])
     degenerate.main()
     assert "letters: share 0.00 in the first step" in capsys.readouterr().out
     questions = [tasks.make("evidence", random.Random(i)) for i in range(40)]
