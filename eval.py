@@ -1,14 +1,14 @@
 """Which method answers which questions how well, at what cost, and how sure is that?
 
-    python eval.py --model DIR                      a checkpoint on held-out papers
+    python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
     python eval.py --policy oracle --tasks niah,hop --lengths 128000     scripts, no model
     python eval.py --api http://localhost:8000/v1 --api-model NAME --html report.html
 
-Questions are generated from a seed (terms and papers that training never saw) or read from
-a file. Every method gets the same ones. Scores are means with 95 % bootstrap intervals, and
-methods are compared question by question. Trees that the machine or a server lost are
-counted apart and stay out of the means.
+Questions are generated from a seed, others than those of training, or read from a file.
+Every method gets the same ones. Scores are means with 95 % bootstrap intervals, and methods
+are compared question by question. Trees that the machine or a server lost are counted apart
+and stay out of the means.
 
 With --json, --html or --save, every answer and every paid reply goes to a journal beside
 that file at once; --resume continues from it and pays for nothing twice.
@@ -56,7 +56,7 @@ def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
                   times: int = 1) -> list[Task]:
     """n generated questions that training never saw, about `times` as long as usual.
 
-    Their lengths vary by a fifth, so that no score hangs on one number of documents.
+    Longer ones differ by a fifth in length: no score hangs on one number of documents.
     `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
     length that the kind cannot have."""
     questions = []
@@ -86,7 +86,7 @@ def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMCon
 
     With several ranks, each asks its share, `mine`, and `gather` collects all shares.
     Raises REPLError if every tree was lost."""
-    method = f"rlm{config.max_depth}"
+    method = trained_as(config)
     answers = {}
 
     async def one(i: int, task: Task) -> None:
@@ -180,6 +180,11 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig,
         return await rlm.rollout(task, policy, tokenizer, config, key), None
     from lab import methods
     return await methods.answer(method, task, policy, tokenizer, config, key)
+
+
+def trained_as(config: RLMConfig) -> str:
+    """The method of a checkpoint's own configuration."""
+    return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
 
 
 def rlm_config(method: str, config: RLMConfig) -> RLMConfig:

@@ -383,7 +383,7 @@ def opening(node: Node, query: str, context: Any, kind: str,
             output=config.limits.output_chars, turns=config.max_turns,
             tokens=config.turn_tokens, calls=calls, delegate=delegate,
             tools=tasks.tools_help(kind),
-            strategy=tasks.strategy(kind) if config.style == "full" else "")
+            strategy=tasks.strategy(kind) if config.style == "full" and calls else "")
     return system, f"{query}\n{describe(context, config.style)}"
 
 

@@ -17,6 +17,7 @@ GRPO trains adapters. So the model without its adapters is the one that GRPO sta
 its share of a step's questions; for the update, the nodes of all trees are divided among
 the ranks (runtime/parallel.py). runtime/run.py says what a run writes. """
 import asyncio
+import contextlib
 import math
 import os
 import random
@@ -62,7 +63,8 @@ class WarmupConfig:
 @dataclass(frozen=True)
 class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
-    steps: int = flag(40, "GRPO steps", common=True)
+    steps: int = flag(
+        40, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
@@ -330,7 +332,8 @@ class Trainer:
         """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn
         from."""
         config, run, world, model = self.config, self.run, self.world, self.model
-        while self.progress() < 1 and run.state["silent"] < PATIENCE:
+        silent = 0  # steps in a row without any signal
+        while self.progress() < 1 and silent < PATIENCE:
             step, begin = run.state["step"], time.monotonic()
             in_model, waited = self.sampler.stats["seconds"], world.waited
 
@@ -367,7 +370,7 @@ class Trainer:
                 run.state["step"] += 1
                 run.state["sampled"] += metrics.sampled_tokens(rollouts)
                 signal = any(any(row.advantages) for row in rows)
-                run.state["silent"] = 0 if signal else run.state["silent"] + 1
+                silent = 0 if signal else silent + 1
                 run.state["skipped"] += not rows
 
             seconds = self.sampler.stats["seconds"] - in_model
@@ -380,9 +383,9 @@ class Trainer:
                 self.keep_best()
             if run.state["step"] % config.save_every == 0:
                 run.save_checkpoint()
-        if run.state["silent"] == PATIENCE:
+        if silent == PATIENCE:
             print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
-                  "all trees of a question scored alike: nothing to learn from")
+                  "no node had an advantage, so there was nothing to learn from")
 
     def collect(self, step: int) -> list[Rollout]:
         """The trees of a step. Each rank samples those of its share of the questions, then
@@ -548,8 +551,10 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
     if hasattr(kind, "TOKENS"):
-        longer = {f"heldout_{times}x": evaluation.heldout_tasks(
-                      config.heldout, config.task, times=times) for times in (4, 16)}
+        for times in (4, 16):
+            with contextlib.suppress(ValueError):  # the kind can be as long as that
+                longer[f"heldout_{times}x"] = evaluation.heldout_tasks(
+                    config.heldout, config.task, times=times)
     return None, heldout, longer
 
 

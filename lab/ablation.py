@@ -1,7 +1,8 @@
 """A set of configurations over seeds: `python -m lab.ablation core|deep|more --out DIR`.
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
-same number of tokens; only the flags of their row differ. One without children has a
+same number of tokens, unless nothing is left to learn from; only the flags of their row
+differ. One without children has a
 warm-up of its own, whose scripts call nobody. Each is a run of train.py in its own
 directory under DIR. What was interrupted is continued, and what is finished is not run
 again. After every run the results are written to DIR/SET.json and SET.md, and drawn as
@@ -86,17 +87,18 @@ def run(name: str, out: str) -> None:
         for label, flags in kind.rows.items():
             if seed in MORE_SEEDS and label not in kind.claims:
                 continue
-            warmup = os.path.join(out, f"warmup-{seed}")
+            before = f"{name}-" if kind.flags else ""  # runs of another task
+            warmup = os.path.join(out, f"{before}warmup-{seed}")
             first = f"--seed {seed} --steps 0 --heldout 8 {kind.flags} {kind.warm_up}"
             if ALONE in flags:
-                warmup = os.path.join(out, f"warmup-alone-{seed}")
+                warmup = os.path.join(out, f"{before}warmup-alone-{seed}")
                 first += f" {ALONE}"
             if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
                 train(warmup, first)
 
-            path = run_path(out, label, seed)
+            path = run_path(out, before + label, seed)
             if is_finished(path):
-                check_flags(path, flags)
+                check_flags(path, f"--tokens {kind.tokens} {kind.flags} {flags}")
             else:
                 train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 "
                             f"--steps 1000 --tokens {kind.tokens} {kind.flags} {flags}")
@@ -151,8 +153,9 @@ def report(name: str, out: str) -> None:
 def json_rows(name: str, out: str) -> list[dict]:
     """One row per configuration with all its finished runs, in the order of the set."""
     rows = []
+    before = f"{name}-" if SETS[name].flags else ""
     for label, flags in SETS[name].rows.items():
-        paths = [run_path(out, label, seed) for seed in (*SEEDS, *MORE_SEEDS)]
+        paths = [run_path(out, before + label, seed) for seed in (*SEEDS, *MORE_SEEDS)]
         runs = [read(path) for path in paths if is_finished(path)]
         if runs:
             scores = [r["heldout_final"] for r in runs]
@@ -173,7 +176,7 @@ def read(path: str) -> dict:
     steps = {line["step"]: line for line in lines if line["phase"] == "grpo"}
     steps = [steps[number] for number in sorted(steps)]
 
-    kept = {key: result[key] for key in ("seed", *HELDOUT, "sampled_tokens", "seconds")}
+    kept = {key: result.get(key) for key in ("seed", *HELDOUT, "sampled_tokens", "seconds")}
     for key in ("reward", "entropy", "tokens_worse", "tokens_better", "own_correlation"):
         kept[key] = [step[key] and round(step[key], 3) for step in steps]
     return kept

@@ -147,7 +147,7 @@ class Comparison:
         return questions[:a.n]
 
     def choose_methods(self) -> list[str]:
-        depth = min(self.config.max_depth, 2) if self.args.model else 1
+        depth = min(int(evaluation.trained_as(self.config)[3:]), 2)
         chosen = split(self.args.methods) or [f"rlm{depth}"]
         known = (*BASELINES, *evaluation.RLM_METHODS)
         for name in chosen:

@@ -3,7 +3,8 @@
 In half of the scripted trees of the warm-up, the root does one of POLICIES instead of the
 task. GRPO has to lower their share of the sampled trees. Printed are that share and the
 mean reward, in the first step and in the last five. Give the warm-up of a run as --model,
-and some more supervised steps: --warmup-steps 100 --warmup-lr 1e-3.
+and some more supervised steps: --warmup-steps 100 --warmup-lr 1e-3. With --task evidence an
+echo pays a little; of notes all of these score 0.
 """
 import random
 import sys
@@ -59,6 +60,8 @@ def main() -> None:
 
     train.Trainer.collect = collect_and_count
     train.main()
+    if not steps:
+        return
     last = [sum(values) / len(values) for values in zip(*steps[-5:])]
     print(f"{name}: share {steps[0][0]:.2f} in the first step, {last[0]:.2f} in the last "
           f"five; reward {steps[0][1]:.2f}, {last[1]:.2f}")

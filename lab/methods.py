@@ -7,7 +7,7 @@
 Each returns the tree of its calls, like rlm.rollout, so that everything after it (scores,
 costs, the report) treats all methods alike. A baseline's answer is a text. For evidence
 its lines are taken as the sentences, since a text of several would be found nowhere. For
-notes it is read as JSON or as lines like "n3: foods".
+notes it is read as JSON or as lines like "n3: foods", and the question says so.
 
 Left out: embeddings, rerankers, agents with other tools. Standard library and the text side
 only.
@@ -18,11 +18,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import rlm
 from rlm import RLMConfig
-from tasks import Task
+from tasks import Task, notes
 from tree import Node, Turn
 
 
@@ -37,11 +38,15 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> tuple[Node, float]:
     """The root of a baseline's tree, and the share of the context's characters that it
     showed the model."""
+    if task.kind == "notes":  # the strategy names the kinds, the question does not
+        kinds = ", ".join(notes.WORDS)
+        task = replace(task, query=f"{task.query} One a line, as n3: foods. Of: {kinds}.")
     root, seen = await BASELINES[name](task, _Caller(policy, tokenizer, config, key))
     if task.kind == "evidence" and isinstance(root.answer, str):
         root.answer = sentences(root.answer)
     if task.kind == "notes" and isinstance(root.answer, str):
-        root.answer = dict(re.findall(r"([\w-]+)[\"']?\s*:\s*[\"']?(\w+)", root.answer))
+        kinds = "|".join(notes.WORDS)
+        root.answer = dict(re.findall(rf"(\w+)\W+({kinds})\b", root.answer))
     return root, seen
 
 

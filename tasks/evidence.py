@@ -26,7 +26,7 @@ TOKENS = 4_970  # 34 papers
 PAPERS = (4, 120)  # of a question of the usual length
 SENTENCES = (4, 10)  # of a paper
 PAPER_CHARS = 66 * 7 + 122.6  # on average
-RELEVANT = (1, 5)  # papers with one or two sentences about the term; 4 papers at most
+RELEVANT = (1, 5)  # papers with one or two sentences about the term
 MANY = 2_000  # papers; above that, sentences repeat
 
 
@@ -98,7 +98,7 @@ def read(row):
 
 
 MAX_SPANS = 2_000  # distinct strings in an answer; marking more could take minutes
-SHORTEST = 12  # characters of a string that counts, unless all of the gold is shorter
+SHORTEST = 12  # characters of a string that counts; a shorter one has to be gold itself
 
 
 def score(task, answer):
@@ -106,9 +106,9 @@ def score(task, answer):
     every paper. Precision and recall are taken over the union of the marked characters, so
     repeating a span gains nothing. Strings found nowhere score exactly 0, and so do short
     ones: the letters of the alphabet would mark everything without reading anything."""
-    gold_spans = [span for spans in task.answer.values() for span in spans]
-    shortest = min([SHORTEST, *map(len, gold_spans)])
-    spans = {span for span in strings_in(answer) if len(span) >= shortest}
+    gold_spans = {span for spans in task.answer.values() for span in spans}
+    spans = {span for span in strings_in(answer)
+             if len(span) >= SHORTEST or span in gold_spans}
     if not spans or len(spans) > MAX_SPANS:
         return 0.0
     both = returned = gold = 0

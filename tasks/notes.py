@@ -2,8 +2,9 @@
 
 `Sort the notes from "Kelso".` Which notes are from the place can be searched for. Whether
 one is about an animal, a plant, a tool or a food has to be read: no note says so, and the
-words are too many to be written as code. A model that reads little at a time has to ask
-children.
+words are too many to be written as code. The scripts of the warm-up print whole notes, and
+a print shows one or two, so the good ones ask children. Not to print more than the fifth
+word of each note is a way without children that no script shows.
 
 Gold is {note id: kind}. The score is the share of right kinds among all notes that the
 answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
@@ -55,7 +56,7 @@ NOTES = (6, 150)  # of a question of the usual length
 NOTE_CHARS = 54  # on average
 HERE = (2, 5)  # notes from the place
 
-# A note can be printed as a whole, and then there is one message left to answer.
+# All but the longest notes can be printed whole. Then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 78}}
 
 

@@ -32,7 +32,7 @@ def characters(tokens: int | None, usual: int, most: int = MOST) -> int:
 
 def how_many(rng: random.Random, least: int, most: int) -> int:
     """A number of documents, whose logarithm is uniform. So numbers of one, two and three
-    digits all occur, and the prompt's line with the number is no surprise at any length."""
+    digits all occur, and the prompt's line with the number is no surprise up to 999."""
     return round(least * (most / least) ** rng.random())
 
 

@@ -22,7 +22,8 @@ def finish(path, score):
     (path / "result.json").write_text(json.dumps({
         "seed": int(path.name[-1]), "heldout_warmup": 0.1, "heldout_final": score,
         "heldout_4x": 0.2, "heldout_16x": None, "sampled_tokens": 9, "seconds": 1.0,
-        "flags": {"children": "sum" if "summed" in path.name else "mean"}}))
+        "flags": {"children": "sum" if "summed" in path.name else "mean", "task": "deep",
+                  "tokens": 200_000}}))
     (path / "metrics.jsonl").write_text(json.dumps({
         "phase": "grpo", "step": 1, "reward": score, "entropy": 0.5, "tokens_worse": 7.0,
         "tokens_better": None, "own_correlation": 0.25}) + "\n")
@@ -44,9 +45,10 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
         finish(Path(path), 0.1 * (1 + len(asked)))
 
     monkeypatch.setattr(ablation, "train", train)
-    finish(tmp_path / "summed-0", 0.1)
+    finish(tmp_path / "two-summed-0", 0.1)
     assert command(ablation, monkeypatch, "two", "--out", tmp_path) is None
-    assert asked == ["warmup-0", "default-0", "warmup-1", "default-1", "summed-1"]
+    assert asked == ["two-warmup-0", "two-default-0", "two-warmup-1", "two-default-1",
+                     "two-summed-1"]
 
     first, second = json.loads((tmp_path / "two.json").read_text())["rows"]
     assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
@@ -58,7 +60,10 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
 
     two["summed"] = "--children mean"
     message = command(ablation, monkeypatch, "two", "--out", tmp_path)
-    assert "summed-0 was run with children sum, not mean" in message
+    assert "two-summed-0 was run with children sum, not mean" in message
+    two["summed"] = "--children sum --tokens 9"
+    message = command(ablation, monkeypatch, "two", "--out", tmp_path)
+    assert "two-summed-0 was run with tokens 200000, not 9" in message
 
 
 def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkeypatch):

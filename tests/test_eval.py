@@ -196,6 +196,8 @@ def test_held_out_questions_of_several_times_the_length():
         assert len({len(task.context) for task in longer}) > 20
     with pytest.raises(ValueError, match="deep tasks have one size"):
         evaluation.heldout_tasks(1, "deep", times=4)
+    with pytest.raises(ValueError, match="100,000 tokens"):  # train.py leaves these out
+        evaluation.heldout_tasks(9, "pairs", times=16)
 
 
 # --- the command line ---------------------------------------------------------------------

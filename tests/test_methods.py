@@ -1,5 +1,6 @@
 """The methods that a comparison needs: baselines, and rlm at other depths."""
 import asyncio
+import json
 import math
 import random
 import re
@@ -168,9 +169,23 @@ def test_a_brief_prompt_has_no_strategy_to_leave_out():
         evaluation.rlm_config("rlm1-bare", RLMConfig(style="brief"))
 
 
+def test_the_answer_to_notes_is_read_from_json_and_from_lines():
+    task = tasks.make("notes", random.Random(0))
+    for text in (json.dumps(task.answer), "\n".join(f"- **{name}**: {kind}" for name, kind
+                                                   in task.answer.items())):
+        root, _ = answer("direct", task, lambda node: f"The notes: {text}")
+        assert tasks.reward(task, root.answer) == 1.0
+        assert "animals, plants, tools, foods" in root.turns[1].text
+
+
 def test_a_model_trained_without_children_is_not_run_with_them():
+    alone = RLMConfig(max_nodes=1)
     with pytest.raises(ValueError, match="rlm1: rlm.json says max_nodes 1"):
-        evaluation.rlm_config("rlm1", RLMConfig(max_nodes=1))
+        evaluation.rlm_config("rlm1", alone)
+    assert evaluation.trained_as(alone) == "rlm0"
+    assert evaluation.trained_as(RLMConfig(max_depth=2)) == "rlm2"
+    full = rlm.opening(rlm.Node(), "q", "c", "notes", alone)[0]
+    assert "rlm_query" not in full and tasks.strategy("notes") not in full
 
 
 def test_without_ids_four_characters_count_against_the_window():

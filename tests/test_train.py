@@ -161,6 +161,15 @@ def test_a_run_ends_when_ten_steps_in_a_row_taught_nothing(
     trainer.world.release()
 
 
+def test_lengths_that_a_kind_cannot_have_are_left_out():
+    def longer(task):
+        config = train.Config(task=task, heldout=9, warmup="trees.jsonl")
+        return list(train.read_questions(config)[2])
+
+    assert longer("notes") == ["heldout_4x", "heldout_16x"]
+    assert longer("pairs") == ["heldout_4x"] and longer("deep") == []
+
+
 def test_without_children_scripts_call_nobody_and_the_checkpoint_says_so(
         tmp_path, monkeypatch):
     out = tmp_path / "alone"
@@ -175,6 +184,8 @@ def test_without_children_scripts_call_nobody_and_the_checkpoint_says_so(
     assert not any("_query" in text for text in written)
     # Among them are some that search and read themselves.
     assert 0.05 < sum(tree.reward for tree in trees) / 40 < 0.6
+    with pytest.raises(ValueError, match="niah has no script that calls nobody"):
+        train.demonstrations([tasks.make("niah", random.Random(0))], None, saved, 0)
 
 
 def test_the_report_can_be_read_while_a_run_goes_on(short_run, tmp_path, monkeypatch):
