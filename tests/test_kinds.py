@@ -220,7 +220,7 @@ SCORES = [
     ("hop", "1984", {1: [1984]}), ("hop", "the", {0: ["a"]}),
     # Evidence as in the published training run: F1 of character overlap; half of the gold
     # and as much beside it are precision 1/2 and recall 1/2
-    ("evidence", {"p": ["abcd"]}, {0.5: [["cdef"]]}),
+    ("evidence", {"p": ["aaaabbbbccccdddd"]}, {0.5: [["ccccddddeeeeffff"]]}),
     # Right kinds among all notes that the answer or the gold names
     ("notes", {"n1": "foods", "n2": "tools"}, {
         1: [{"n2": "tools", "n1": "foods"}], 1 / 2: [{"n1": "foods"}, {
@@ -233,7 +233,8 @@ SCORES = [
 def test_the_score_of_an_answer(kind, gold, answers):
     if kind == "oolong":
         gold = dict(zip(("type", "value"), gold))
-    task = Task("t", kind, "q", {"p": "abcdef"} if kind == "evidence" else "text", gold)
+    context = {"p": "aaaabbbbccccddddeeeeffff"} if kind == "evidence" else "text"
+    task = Task("t", kind, "q", context, gold)
     for score, given in answers.items():
         for answer in given:
             assert reward(task, answer) == pytest.approx(score, abs=1e-12), answer
@@ -402,8 +403,8 @@ def test_notes_can_be_sorted_without_children_by_who_prints_one_word_of_each():
 
     def script(task, node):
         if len(node.turns) == 2:
-            return block(f'ids = [i for i, t in context.items() if "{word_of(task)}" in t]\n'
-                         "print([context[i].split()[4] for i in ids])")
+            find = f'ids = [i for i, t in context.items() if "{word_of(task)}" in t]'
+            return block(f"{find}\nprint([context[i].split()[4] for i in ids])")
         words = re.findall("'(.*?)'", node.turns[-1].text.splitlines()[0])
         return block(f"FINAL(dict(zip(ids, {[notes.KIND[word] for word in words]})))")
 
