@@ -552,7 +552,7 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
     longer = {}
     if hasattr(kind, "TOKENS"):
         for times in (4, 16):
-            with contextlib.suppress(ValueError):  # the kind can be as long as that
+            with contextlib.suppress(ValueError):  # a length that the kind refuses
                 longer[f"heldout_{times}x"] = evaluation.heldout_tasks(
                     config.heldout, config.task, times=times)
     return None, heldout, longer

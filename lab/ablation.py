@@ -2,11 +2,10 @@
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
 same number of tokens, unless nothing is left to learn from; only the flags of their row
-differ. One without children has a
-warm-up of its own, whose scripts call nobody. Each is a run of train.py in its own
-directory under DIR. What was interrupted is continued, and what is finished is not run
-again. After every run the results are written to DIR/SET.json and SET.md, and drawn as
-SET.svg; those of the documentation are in lab/results/.
+differ. One without children has a warm-up of its own, whose scripts call nobody. Each is a
+run of train.py in its own directory under DIR. What was interrupted is continued, and what
+is finished is not run again. After every run the results are written to DIR/SET.json and
+SET.md, and drawn as SET.svg; those of the documentation are in lab/results/.
 
 The interval of a mean over seeds is Student's at 95 %. So is that of a difference to the
 set's first configuration, which is paired by seed. Left out: a search for the best value.
@@ -87,16 +86,15 @@ def run(name: str, out: str) -> None:
         for label, flags in kind.rows.items():
             if seed in MORE_SEEDS and label not in kind.claims:
                 continue
-            before = f"{name}-" if kind.flags else ""  # runs of another task
-            warmup = os.path.join(out, f"{before}warmup-{seed}")
+            warmup = run_path(out, name, "warmup", seed)
             first = f"--seed {seed} --steps 0 --heldout 8 {kind.flags} {kind.warm_up}"
             if ALONE in flags:
-                warmup = os.path.join(out, f"{before}warmup-alone-{seed}")
+                warmup = run_path(out, name, "warmup alone", seed)
                 first += f" {ALONE}"
             if not os.path.exists(os.path.join(warmup, "warmup", "rlm.json")):
                 train(warmup, first)
 
-            path = run_path(out, before + label, seed)
+            path = run_path(out, name, label, seed)
             if is_finished(path):
                 check_flags(path, f"--tokens {kind.tokens} {kind.flags} {flags}")
             else:
@@ -106,7 +104,9 @@ def run(name: str, out: str) -> None:
     print(table(json_rows(name, out)))
 
 
-def run_path(out: str, label: str, seed: int) -> str:
+def run_path(out: str, name: str, label: str, seed: int) -> str:
+    if SETS[name].flags:  # of another task than the other sets
+        label = f"{name} {label}"
     plain = "".join(c if c.isalnum() else "-" for c in label).strip("-").lower()
     return os.path.join(out, f"{plain}-{seed}")
 
@@ -153,9 +153,8 @@ def report(name: str, out: str) -> None:
 def json_rows(name: str, out: str) -> list[dict]:
     """One row per configuration with all its finished runs, in the order of the set."""
     rows = []
-    before = f"{name}-" if SETS[name].flags else ""
     for label, flags in SETS[name].rows.items():
-        paths = [run_path(out, before + label, seed) for seed in (*SEEDS, *MORE_SEEDS)]
+        paths = [run_path(out, name, label, seed) for seed in (*SEEDS, *MORE_SEEDS)]
         runs = [read(path) for path in paths if is_finished(path)]
         if runs:
             scores = [r["heldout_final"] for r in runs]
