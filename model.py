@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runtime import hf
-from runtime.attention import packed_rows
+from runtime.attention import linear_float32, packed_rows
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
 from runtime.plan import LOGITS_BYTES
@@ -309,20 +309,6 @@ class Qwen3(nn.Module):
         copy._fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
         return copy.requires_grad_(False)
 
-    @torch.no_grad()
-    def merge_gap(self, copy: "Qwen3") -> float:
-        """What rounding in a merged copy lost of the adapters' change, as a share of it.
-
-        Both are Frobenius norms over all adapted weights. Near 1 almost all is lost.
-        """
-        rounded = dict(copy.named_parameters())
-        lost, change = 0.0, 0.0
-        for name, layer in self.adapted():
-            exact = full_tensor(layer.weight).float() + layer.change()
-            lost += (rounded[f"{name}.weight"].float() - exact).square().sum().item()
-            change += layer.change().square().sum().item()
-        return (lost / change) ** 0.5 if change else 0.0
-
     def save_adapter(self, path: str, base: str, write: bool = True) -> None:
         """Write PEFT's files; `base` is the directory of the frozen weights. All ranks of a
         sharded model have to call this, one of them with `write`."""
@@ -400,7 +386,7 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(ctx, x_ND, weight_VD, target_N, chunk):
         parts = []
         for x, target in zip(x_ND.split(chunk), target_N.split(chunk)):
-            all_nV = F.linear(x, weight_VD).float()
+            all_nV = linear_float32(x, weight_VD)
             norm_n = all_nV.logsumexp(-1)
             all_nV -= norm_n[:, None]  # logits become log-probabilities
             chosen_n = all_nV.gather(1, target[:, None])[:, 0]
@@ -421,7 +407,7 @@ class HeadLogprobs(torch.autograd.Function):
         for begin in range(0, len(x_ND), ctx.chunk):
             n = slice(begin, begin + ctx.chunk)
             x, target, grad = x_ND[n], target_N[n, None], grad_N[n, None]
-            d_nV = F.linear(x, weight_VD).float()
+            d_nV = linear_float32(x, weight_VD)
             d_nV.sub_(norm_N[n, None]).exp_().mul_(-grad)  # -p g
             d_nV.scatter_add_(1, target, grad)  # (1 - p) g for the chosen token
             d_nV = d_nV.to(x.dtype)

@@ -25,6 +25,7 @@ prose, as FINAL(...). Here only a call inside the REPL counts.
 """
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -56,6 +57,7 @@ class RLMConfig:
     seconds: float = 900.0  # wall clock of a tree
     style: str = "full"  # full: for pretrained models; bare: without the task's strategy;
     #                      brief: for models trained from scratch
+    scratch: bool = False  # made from nothing: train.py takes other learning rates
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
@@ -435,11 +437,11 @@ class RLM:
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto"):
         from model import Qwen3
-        from runtime.device import COMPUTE, DEVICE
+        from runtime.device import DEVICE, compute_dtype
         from sampler import Sampler
         from tokenizer import Tokenizer
 
-        model = Qwen3.from_pretrained(model_dir, COMPUTE, DEVICE)
+        model = Qwen3.from_pretrained(model_dir, compute_dtype("auto", model_dir), DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=8, window=self.config.window)
@@ -458,7 +460,7 @@ class RLM:
         return self.trace.answer
 
 
-def load_config(model_dir: str, positions: int, sandbox: str = "auto") -> RLMConfig:
+def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto") -> RLMConfig:
     """rlm.json of a checkpoint, or the defaults.
 
     The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter

@@ -39,6 +39,7 @@ import torch
 
 from model import Qwen3
 from runtime.attention import attention_for, new_pool
+from runtime.parallel import is_sharded
 from tree import Completion
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
@@ -77,7 +78,9 @@ class Request:
 
 
 class Sampler:
-    """Owns a copy of the model and the KV cache; see the module's docstring.
+    """Owns the KV cache; see the module's docstring. It computes with `model` itself, and
+    with its adapters. Only if the weights are sharded, or not of type `dtype`, or with
+    `copy`, it has a copy of them, in which adapters are merged.
 
     `memory` is the size of the pool: bytes (int) or a share of the device's memory (float).
     At most `batch` requests run at once, of at most `window` tokens each, prompt included.
@@ -89,8 +92,10 @@ class Sampler:
 
     def __init__(self, model: Qwen3, memory: int | float = 0.2, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
-                 page: int | None = None):
-        self.model = model.merged_copy(dtype)
+                 page: int | None = None, copy: bool = False):
+        dtype = dtype or model.lm_head.weight.dtype
+        copy = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
+        self.model = model.merged_copy(dtype) if copy else model
         self.batch = batch
         self.window = min(window or np.inf, model.config.max_position_embeddings)
         attention = attention_for(self.model)
@@ -107,12 +112,15 @@ class Sampler:
         self.stats = dict.fromkeys(counts + times, 0) | {"batches": Counter()}
 
     def load(self, model: Qwen3) -> None:
-        """Take over the weights of `model` (of the same shape) and empty the cache."""
+        """Take over the weights of `model` (of the same shape), which have changed, and
+        empty the cache."""
         if self.running or self.waiting:
             raise RuntimeError("weights cannot change under running requests")
-        with torch.no_grad():
-            for mine, (_, new) in zip(self.model.parameters(), model.merged(), strict=True):
-                mine.copy_(new)
+        if model is not self.model:
+            with torch.no_grad():
+                for mine, (_, new) in zip(self.model.parameters(), model.merged(),
+                                          strict=True):
+                    mine.copy_(new)
         self._empty()
 
     @contextlib.contextmanager

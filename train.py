@@ -18,6 +18,7 @@ its share of a step's questions; for the update, the nodes of all trees are divi
 the ranks (runtime/parallel.py). runtime/run.py says what a run writes. """
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import random
@@ -42,7 +43,7 @@ from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
 from runtime import checkpoint, handed_in, metrics, parallel, plan
-from runtime.device import COMPUTE, DEVICE, frozen_dtype
+from runtime.device import DEVICE, TYPES, compute_dtype
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, facts, finish_first, flags_of_run
@@ -51,34 +52,45 @@ from tokenizer import Tokenizer
 from tree import Rollout, read_rollouts, render
 
 
+AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
+SUITS = "; -1: as suits the checkpoint"
+
+
 @dataclass(frozen=True)
 class WarmupConfig:
     """The supervised steps before GRPO."""
-    warmup_steps: int = flag(500, "supervised steps before GRPO; 0: none")
-    warmup_trees: int = flag(1024, "scripted trees that are run once and reused", 1)
-    warmup: str = flag("", "JSONL file of trees (eval.py --save) in place of scripted ones")
-    warmup_lr: float = flag(3e-3, "peak learning rate of the warm-up")
+    warmup: str = flag(
+        "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
+            "scripts for a model made here, nothing for a pretrained one", common=True)
+    warmup_steps: int = flag(
+        AS_SUITS, "supervised steps before GRPO; 0: none" + SUITS, AS_SUITS)
+    warmup_trees: int = flag(
+        AS_SUITS, "scripted trees that are run once and reused" + SUITS, AS_SUITS)
+    warmup_lr: float = flag(
+        AS_SUITS, "peak learning rate of the warm-up" + SUITS, AS_SUITS)
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
     steps: int = flag(
-        40, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
+        AS_SUITS, "GRPO steps; fewer, if ten in a row had nothing to learn from" + SUITS,
+        AS_SUITS, common=True)
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        0.0, "peak rate, falls linearly to a tenth; 0: 8e-4, or 3.2e-3 with adapters",
-        common=True)
+        AS_SUITS, "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS, common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
-    recompute: bool = flag(
-        False, "compute layers again in the backward pass, do not keep their activations")
+    dtype: str = flag(
+        "auto", "what layers compute in; auto: bfloat16 on a GPU, and for weights of 16 "
+                "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
     bf16_states: bool = flag(
         False, "keep AdamW's two moments in bfloat16: 4 bytes per weight less")
-    micro_tokens: int = flag(2048, "tokens in a forward pass of the update, at most", 1)
+    micro_tokens: int = flag(
+        0, "tokens in a forward pass of the update, at most; 0: the window, or 2,048")
 
 
 @dataclass(frozen=True)
@@ -101,13 +113,29 @@ TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                   max_position_embeddings=384, rope_theta=1e4)
 TINY_VOCABULARY = 1024
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     tree_tokens=1500, seconds=60.0, style="brief",
+                     tree_tokens=1500, seconds=60.0, style="brief", scratch=True,
                      limits=Limits(seconds=5.0, output_chars=200))
 
-LR = 8e-4  # of all weights; of adapters four times as much
+
+@dataclass(frozen=True)
+class Suits:
+    """What suits a checkpoint, where no flag says otherwise."""
+    warmup_steps: int
+    warmup_trees: int
+    warmup_rows: int  # nodes per supervised step
+    warmup_lr: float
+    steps: int
+    lr: float
+    more: float  # adapters learn at so many times the rate of all weights
+    max_norm: float  # gradients are clipped to this
+
+
+# A model made from nothing. Clipping at 1.0, a rare large gradient undid its steps.
+SCRATCH = Suits(500, 1024, 32, 3e-3, 40, 8e-4, 4.0, 0.2)
+# A pretrained one: the rates of published runs.
+PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
-MAX_NORM = 0.2  # gradients are clipped to this norm: at 1.0 a rare large one undid steps
-WARMUP_ROWS = 32  # nodes per supervised step
+FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 
@@ -118,7 +146,7 @@ def main() -> None:
     try:
         config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
         if config.plan:
-            print(plan_without_loading(config, world).table())
+            print(plan_without_loading(config, world))
             return
         Trainer(config, world).train()
         world.close()
@@ -139,6 +167,8 @@ class Trainer:
     """One run: its questions, its model, its sampler. `train` does everything in order."""
 
     def __init__(self, config: Config, world: World):
+        with world.together():
+            self.suits, config = settle(config)
         self.config = config
         self.world = world
         self.run = run = Run(self, config, world)
@@ -163,6 +193,8 @@ class Trainer:
         start = world.gather(start)[0]
         in_grpo = start.state["phase"] == "grpo"
         warms_up = not in_grpo and config.warmup_steps > 0
+        # Adapters beside random weights learn nothing: such a warm-up trains all of them.
+        adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
 
         with world.together():
             shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
@@ -173,24 +205,24 @@ class Trainer:
             if config.method != "saved":
                 self.rlm = evaluation.rlm_config(config.method, self.rlm)
             self.teacher = None
-            if config.warmup and warms_up:
+            if config.warmup not in ("", "scripts") and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
-            # The type of frozen weights is that of the first checkpoint: what a warm-up
-            # saves is float32.
-            first = start.weights if in_grpo or not config.model else config.model
-            self.frozen_dtype = frozen_dtype(first)
-            self.plan = plan.of_run(
-                config, shape, self.rlm.window, self.frozen_dtype, world)
+            self.dtype = compute_dtype(config.dtype, config.model)
+            first = FIRST_SCALE if self.dtype == torch.float16 else 1.0
+            start.state.setdefault("scale", first)
+            all_weights = warms_up and not adapters
+            self.plan = plan.of_run(config, shape, self.rlm.window, self.dtype, world,
+                                    all_weights, least_window(source, self.rlm))
+            self.rlm = replace(self.rlm, window=self.plan.window)
             print(self.plan.table())
-            problem = (self.plan.problem(warms_up, world.size)
+            print(self.opening())
+            problem = (self.plan.problem(world.size, all_weights)
                        or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
             if problem:
                 raise ValueError(problem)
 
         with world.together():
-            frozen = config.lora_rank > 0 and not warms_up
-            self.load(start.weights, self.frozen_dtype if frozen else torch.float32,
-                      adapters=in_grpo and config.lora_rank > 0)
+            self.load(start.weights, adapters)
             if start.adapter:
                 self.model.load_adapter(start.adapter)
         if start.optimizer:
@@ -198,18 +230,38 @@ class Trainer:
         with world.together():
             run.open(start)
 
-    def load(self, path: str, dtype: torch.dtype, adapters: bool) -> None:
+    def opening(self) -> str:
+        """What the run begins with and why, for people."""
+        config, limits = self.config, self.rlm
+        kind = "a pretrained model"
+        if limits.scratch:
+            kind = "a model made from nothing"
+        trained = "all weights"
+        if config.lora_rank:
+            trained = f"adapters of rank {config.lora_rank}"
+        warmup = "no warm-up"
+        if config.warmup_steps:
+            warmup = (f"{config.warmup_steps} warm-up steps at {config.warmup_lr:g} on "
+                      f"{config.warmup or 'scripts'}")
+        return (f"{kind}: {warmup}; GRPO on {trained} at {config.lr:g}, in {self.dtype}; "
+                f"{limits.style} prompts, a window of {limits.window:,} tokens, at most "
+                f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens".replace(
+                    "torch.", ""))
+
+    def load(self, path: str, adapters: bool) -> None:
         """The weights of a directory, this rank's share of them, and a fresh optimizer."""
         config = self.config
 
         def prepare(model: Qwen3) -> None:
             if adapters:
                 model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
-            parallel.shard(model)
+            parallel.shard(model, self.dtype)
 
-        self.model = self.optimizer = None  # frees the weights before
+        self.model = self.optimizer = None
+        gc.collect()  # the weights before are in reference cycles
+        dtype = self.dtype if adapters else torch.float32
         self.model = Qwen3.from_pretrained(path, dtype, DEVICE, prepare)
-        self.model.recompute = config.recompute
+        self.model.recompute = self.plan.recompute
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         kind = parallel.LeanAdamW if config.bf16_states else torch.optim.AdamW
         # Fused: the other kinds hold temporary copies of all weights.
@@ -268,7 +320,7 @@ class Trainer:
             raise ValueError(f"no conversation of {config.warmup or 'the scripts'} fits "
                              f"into the window of {self.rlm.window} tokens")
         reward = sum(tree.reward for tree in trees) / len(trees)
-        kind = "saved" if config.warmup else "scripted"
+        kind = "saved" if self.teacher else "scripted"
         print(f"warm-up: {len(trees)} {kind} trees, {len(nodes)} nodes, mean reward "
               f"{reward:.3f}")
 
@@ -276,14 +328,14 @@ class Trainer:
         bar = trange(first, steps, initial=first, total=steps, desc="warm-up", disable=None)
         for step in bar:
             rng = random.Random(f"{config.seed} warmup rows {step}")
-            batch = rng.choices(nodes, k=WARMUP_ROWS)
+            batch = rng.choices(nodes, k=self.suits.warmup_rows)
             tokens = sum(node.sampled for node in batch)
             loss = 0.0
             for pack in self.packs([Row(node.ids, node.mask, [], [], 1) for node in batch]):
                 logprobs, _ = self.model.logprobs(
                     pack["ids"], pack["mask"], pack["lengths"])
                 part = -logprobs.sum() / tokens
-                (part * self.world.size).backward()  # FSDP averages gradients over ranks
+                self.backward(part)
                 loss += part.item()
             loss = sum(self.world.gather(loss))
 
@@ -306,26 +358,28 @@ class Trainer:
         """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
         adapters if they are wanted."""
         lora = self.config.lora_rank > 0
-        dtype = self.frozen_dtype if lora else torch.float32
-        path = self.run.save_model("warmup", dtype)
-        self.load(path, dtype, adapters=lora)
+        path = self.run.save_model("warmup", self.dtype if lora else torch.float32)
+        self.load(path, adapters=lora)
         self.run.state.update(phase="grpo", step=0)
         self.run.save_checkpoint()
 
     # --- GRPO -----------------------------------------------------------------------------
 
     def make_sampler(self) -> None:
-        """Rollouts are sampled from a copy of the model, refreshed before every step."""
+        """Rollouts are sampled with the weights as they are at the start of a step. A copy
+        with merged adapters is faster than the adapters beside the weights."""
         lora = self.config.lora_rank > 0
         cache = self.plan.need(self.world.size)["KV cache"]
         self.sampler = Sampler(self.model, memory=cache, batch=plan.MOST_WINDOWS,
-                               window=self.rlm.window, dtype=None if lora else COMPUTE)
+                               window=self.rlm.window, dtype=self.dtype,
+                               copy=lora and not self.plan.apart)
         self.policy = rlm.local_policy(self.sampler, self.tokenizer)
         self.trees: list[Rollout] = []  # of the last step
         # With adapters the reference of a KL term is the model with its adapters off.
         self.reference = None
         if self.config.kl and not lora:
-            self.reference = Qwen3.from_pretrained(self.run.path("warmup"), COMPUTE, DEVICE)
+            self.reference = Qwen3.from_pretrained(
+                self.run.path("warmup"), self.dtype, DEVICE)
             self.reference.requires_grad_(False)
 
     def reinforce(self) -> None:
@@ -340,9 +394,6 @@ class Trainer:
             # Sample with the weights as they are now, and score the roots.
             self.sampler.load(model)
             self.trees = rollouts = self.collect(step)
-            merged = {}
-            if model.rank:  # how much of the adapters the sampler's copy lost by rounding
-                merged = {"merge_gap": model.merge_gap(self.sampler.model)}
             sampled = time.monotonic()
 
             # Every node gets the advantage of its root, and becomes one row.
@@ -361,7 +412,7 @@ class Trainer:
                         logprobs, entropy = model.logprobs(
                             pack["ids"], pack["mask"], pack["lengths"])
                         part, part_stats = policy_loss(logprobs, entropy, pack, config)
-                        (part * world.size).backward()  # FSDP averages over the ranks
+                        self.backward(part)
                         loss += part.item()
                         stats += part_stats
                     losses, all_stats = zip(*world.gather((loss, stats)))
@@ -374,7 +425,7 @@ class Trainer:
                 run.state["skipped"] += not rows
 
             seconds = self.sampler.stats["seconds"] - in_model
-            self.show(rollouts, stats.metrics() | merged | {
+            self.show(rollouts, stats.metrics() | {
                 "loss": loss, "grad_norm": norm, "rows": len(rows), "sample_s": seconds,
                 "repl_s": max(0.0, sampled - begin - seconds),
                 "update_s": time.monotonic() - sampled,
@@ -411,7 +462,7 @@ class Trainer:
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
         shares = grpo.micro_batches(
-            rows, self.config.micro_tokens, self.plan.attention_cost, self.world.rank,
+            rows, self.plan.row, self.plan.attention_cost, self.world.rank,
             self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
@@ -438,23 +489,43 @@ class Trainer:
 
     def learning_rate(self) -> float:
         """Rises over the first five steps, then falls linearly to a tenth."""
-        peak = self.config.lr or LR * (4 if self.config.lora_rank else 1)
         rising = min(1.0, (self.run.state["step"] + 1) / 5)
-        return peak * rising * (1 - 0.9 * min(1.0, self.progress()))
+        return self.config.lr * rising * (1 - 0.9 * min(1.0, self.progress()))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch. FSDP averages them over the ranks."""
+        (loss * self.world.size * self.run.state["scale"]).backward()
 
     def optimizer_step(self, lr: float, loss: float) -> float:
         """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
-        FloatingPointError before a NaN gets into the weights."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        FloatingPointError before a NaN gets into the weights.
+
+        float16 has no numbers below 6e-8 and none above 65,504. So there the loss is
+        multiplied by a scale, and the gradient divided by it. If a gradient was too large,
+        the step is left out and the scale halved; after 100 good steps it is doubled."""
+        state = self.run.state
+        weights = [w for w in self.model.parameters() if w.grad is not None]
+        for weight in weights if state["scale"] != 1 else []:
+            weight.grad /= state["scale"]
+        norm = torch.nn.utils.clip_grad_norm_(weights, self.suits.max_norm)
         norm = full_tensor(norm).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        good = math.isfinite(norm)
+        if not math.isfinite(loss) or not (good or state["scale"] > 1):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {norm}: not finite. The last "
-                "checkpoint is intact; a lower learning rate may help")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+                "checkpoint is intact; a lower learning rate or another --dtype may help")
+        if good:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+        if self.dtype == torch.float16:
+            state["good"] = state["good"] + 1 if good else 0
+            if not good:
+                state["scale"] /= 2
+            elif state["good"] % 100 == 0:
+                state["scale"] *= 2.0
         return norm
 
     # --- questions, scores, and what people see -------------------------------------------
@@ -528,6 +599,31 @@ class Trainer:
 # ------------------------------------------------------------------------------------------
 # What a run starts from
 
+def settle(config: Config) -> tuple[Suits, Config]:
+    """What suits the checkpoint, and the flags with it filled in."""
+    suits = SCRATCH
+    if config.model and not rlm.load_config(config.model).scratch:
+        suits = PRETRAINED
+    times = suits.more if config.lora_rank else 1.0
+    # A warm-up of adapters, too, has a higher rate.
+    values = {"warmup_steps": suits.warmup_steps, "warmup_trees": suits.warmup_trees,
+              "warmup_lr": suits.warmup_lr, "steps": suits.steps, "lr": suits.lr * times}
+    if config.lora_rank and config.model:
+        values["warmup_lr"] *= times
+    if suits is PRETRAINED and not config.warmup:
+        values["warmup_steps"] = 0
+    missing = {name: value for name, value in values.items()
+               if getattr(config, name) == AS_SUITS}
+    return suits, replace(config, **missing)
+
+
+def least_window(source: str, limits: RLMConfig) -> int:
+    """Where rlm.json says how long a conversation may be, it stays as long."""
+    if os.path.exists(os.path.join(source, "rlm.json")):
+        return limits.window
+    return plan.LEAST_WINDOW
+
+
 def check(config: Config, ranks: int) -> None:
     """Raises ValueError for flags that contradict each other."""
     if config.warmup and not config.warmup_steps:
@@ -543,7 +639,7 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
     kind = tasks.load(config.task)
     # An oracle knows how questions are generated, so it is no use for those of a file.
     scripts = hasattr(kind, "demonstrate") or (hasattr(kind, "oracle") and not config.data)
-    if config.warmup_steps and not config.warmup and not scripts:
+    if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
@@ -625,15 +721,18 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
     return trees
 
 
-def plan_without_loading(config: Config, world: World) -> plan.Plan:
+def plan_without_loading(config: Config, world: World) -> str:
     """What the run needs in memory, from config.json and rlm.json alone."""
+    _, config = settle(config)
     check(config, world.size)
-    shape = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY_MODEL)
-    window = tiny_rlm(config).window
+    shape, limits = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY_MODEL), tiny_rlm(config)
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
-        window = rlm.load_config(config.model, shape.max_position_embeddings).window
-    return plan.of_run(config, shape, window, frozen_dtype(config.model), world)
+        limits = rlm.load_config(config.model, shape.max_position_embeddings)
+    dtype = compute_dtype(config.dtype, config.model)
+    least = least_window(config.model, limits)
+    of = plan.of_run(config, shape, limits.window, dtype, world, False, least)
+    return f"{of.table()}\n\n{replace(of, window=limits.window).what_fits()}"
 
 
 if __name__ == "__main__":

@@ -471,7 +471,7 @@ def gpu_updates(config: Qwen3Config, samples: Samples, row_tokens: int, roots: i
     rows = [make_row(random_ids(rng, row_tokens, config)) for _ in range(16)]
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     for rank, name, rate in ((0, "", "update_tokens_s"), (16, "lora_", "lora_tokens_s")):
-        plan = Plan(config, row_tokens, row_tokens, rank, 2, rank > 0, 0, compute=2)
+        plan = Plan(config, row_tokens, row_tokens, rank, 2, 0, recompute=rank > 0)
         layers = plan.parameters[0] - plan.table_parameters
         head = config.vocab_size * config.hidden_size
         flops = sum(6 * len(row.ids) * layers + 6 * sum(row.mask) * head
@@ -511,7 +511,7 @@ def gpu_model(config: Qwen3Config, rank: int) -> Qwen3:
         model = Qwen3(config)
     model.to(torch.bfloat16 if rank else torch.float32)
     if rank == 0:
-        parallel.shard(model)
+        parallel.shard(model, torch.bfloat16)
     model.to_empty(device="cuda")
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model["embed_tokens"].weight

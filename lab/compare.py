@@ -28,7 +28,7 @@ from model import Qwen3, Qwen3Config
 from repl import REPLError
 from rlm import RLMConfig
 from runtime import handed_in
-from runtime.device import COMPUTE, DEVICE
+from runtime.device import DEVICE, compute_dtype
 from runtime.files import write_json
 from sampler import Sampler, SamplerError
 from tasks import Task
@@ -78,7 +78,8 @@ class Comparison:
         for spec in self.speakers - SCRIPTS.keys() - {"model"}:
             self.policies[spec] = api.from_flags(args, spec[4:], self.account)
         if "model" in self.speakers:
-            self.model = Qwen3.from_pretrained(args.model, COMPUTE, DEVICE)
+            dtype = compute_dtype("auto", args.model)
+            self.model = Qwen3.from_pretrained(args.model, dtype, DEVICE)
             self.sampler = Sampler(self.model, window=window)
             self.policies["model"] = rlm.local_policy(
                 self.sampler, self.tokenizer, args.temperature, args.top_p)

@@ -62,12 +62,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of frozen weights")
     parser.add_argument("--layers", type=int, default=28, help="default 28, as 0.6B has")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--apart", action="store_true",
+                        help="the sampler has no copy of frozen weights")
     args = parser.parse_args()
 
     config = Qwen3Config(**QWEN3_06B | {"num_hidden_layers": args.layers})
     frozen = getattr(torch, args.dtype) if args.rank else torch.float32
     plan = Plan(config, window=args.row, row=args.row, rank=args.rank,
-                frozen=frozen.itemsize, recompute=args.recompute,
+                element=frozen.itemsize, recompute=args.recompute, apart=args.apart,
                 have=0)  # nothing to spare: a cache of one window
     need = plan.need()
 
@@ -80,7 +82,8 @@ def main() -> None:
     model.recompute = args.recompute
     if args.rank:
         model.add_lora(args.rank, 32.0)
-    sampler = Sampler(model, memory=need["KV cache"], window=args.row)
+    sampler = Sampler(model, memory=need["KV cache"], window=args.row,
+                      copy=args.rank > 0 and not args.apart)
     sampler.pool.fill_(1)
     optimizer = adamw(model)
     update(model, optimizer, 16, 1)  # so that the optimizer's state is there

@@ -201,8 +201,8 @@ class GatheredRows:
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
         # The matrix is larger than a CPU's cache: in parts the product takes half the time.
         parts = self.model.lm_head.weight.split(HEAD_PART)
-        logits = [F.linear(hidden_ND[last_B], part) for part in parts]
-        return sampling(step), torch.cat(logits, -1).float()
+        logits = [linear_float32(hidden_ND[last_B], part) for part in parts]
+        return sampling(step), torch.cat(logits, -1)
 
     def _arrange(self, step: list) -> list:
         """The step in the order of its rows, with keys and values in them."""
@@ -304,7 +304,7 @@ class FlashPages:
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
-        return sampling(step), self.model.lm_head(hidden_ND[last_B]).float()
+        return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _write(self, layer: int, slots_N: Tensor, k: Tensor, v: Tensor) -> None:
         for new, pool in zip((k, v), self.pool[layer]):
@@ -364,7 +364,15 @@ class FlashPages:
             return out.transpose(0, 1)[None]  # 1 H B E
 
         hidden_BD = self.model.hidden(ids_B[None], pos_B[None], attend)[0]
-        return self.model.lm_head(hidden_BD).float()
+        return linear_float32(hidden_BD, self.model.lm_head.weight)
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in float32, of a matrix x of any type. Logits of about 20 would be rounded to
+    0.06 in bfloat16."""
+    if x.dtype != torch.float32 and x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def starts_of(lengths_B: Tensor) -> Tensor:

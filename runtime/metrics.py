@@ -55,8 +55,7 @@ def line(m: dict, steps: int) -> str:
         lost = f" | failed {m['failed']}: {next(iter(m['failures']))[:60]}"
     update = "no signal, no step"
     if m["rows"]:
-        merge = f" merge {m['merge_gap']:.0e}" if "merge_gap" in m else ""
-        update = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e}{merge} "
+        update = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e} "
                   f"grad {m['grad_norm']:.2f}")
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat "
             f"{m['flat']:.0%} | per tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns "

@@ -50,16 +50,12 @@ class World:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.waited = 0.0
         self.lock = None
-        gpu = torch.cuda.is_available()
         if self.launched:
             self._join_torchrun()
-        if gpu:
+        if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if (self.launched or gpu) and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            dist.init_process_group(backend, timeout=PATIENCE,
-                                    **({} if self.launched else alone))
+        if self.launched:
+            join()
 
     def _join_torchrun(self) -> None:
         # Workers have sessions of their own, so nothing else ends them with torchrun.
@@ -144,17 +140,26 @@ class World:
         return 1 if shared else f"train.py: rank {self.rank}: {error}"
 
 
-def shard(model) -> None:
-    """Split the weights over the ranks, layer by layer; nothing without a process group.
-
-    On one GPU this is what keeps float32 weights beside bfloat16 layers. Adapters need no
-    such thing there, so a model with adapters on one rank is left alone. Gradients become
-    means over the ranks, so a rank has to multiply its loss by the number of ranks."""
+def join(**how) -> None:
+    """Make the process group, once; by default of what torchrun started."""
     if not dist.is_initialized():
+        gpu = torch.cuda.is_available()
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, timeout=PATIENCE, **how)
+
+
+def shard(model, compute: torch.dtype = torch.float32) -> None:
+    """Split the weights over the ranks, layer by layer.
+
+    A world of one has nothing to split. But this is also what keeps float32 weights beside
+    layers that compute in another type. Frozen weights have that type anyway, so there a
+    model with adapters is left alone. Gradients become means over the ranks, so a rank has
+    to multiply its loss by the number of ranks."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone and (model.rank or compute == torch.float32):
         return
-    if dist.get_world_size() == 1 and model.rank:
-        return
-    compute = torch.bfloat16 if torch.cuda.is_available() else None
+    if alone:
+        join(store=dist.HashStore(), rank=0, world_size=1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.model["layers"]:
         fully_shard(block, mp_policy=policy)
@@ -162,6 +167,10 @@ def shard(model) -> None:
     # without a backward pass would leave them gathered, and they would be read as weights.
     fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     register_fsdp_forward_method(model, "logprobs")
+
+
+def is_sharded(model) -> bool:
+    return isinstance(model.lm_head.weight, DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

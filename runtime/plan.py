@@ -5,6 +5,10 @@ weights, gradients, Adam's two moments, the sampler's copy and cache, what the f
 keeps for the backward pass, and the largest temporary tensors of both. Of several ranks,
 each has a share of the trained model and a sampler of its own.
 
+A run takes the first of these that fits (`fitted`): all activations are kept; layers are
+computed again in the backward pass; with adapters on one rank, the sampler has no copy of
+the frozen weights, and computes the adapters beside them; the window is halved.
+
 Left out: the process itself (torch is 0.3 GB on a CPU, a CUDA context 0.5 GB), a sampler's
 prefill (smaller than an update of the same rows), a reference model, and fragmentation.
 """
@@ -14,39 +18,33 @@ from typing import Any
 
 import torch
 
-from runtime.device import COMPUTE, DEVICE
+from runtime.device import DEVICE
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
 DEVICE_SHARE = 0.9  # of the device, for the cache and everything else together
 GIB = 1 << 30
 MIB = 1 << 20
+CARDS = (24, 48, 80, 141)  # GiB of a GPU; `what_fits` leaves one of them to CUDA
+LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
+LEAST_WINDOW = 4096  # a window that nobody asked for is not made shorter than this
 PARTS = ("weights", "gradients", "optimizer", "gathered", "sampler copy", "KV cache",
          "activations")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. Trained weights and gradients are float32.
-
-    With adapters, activations and the sampler take `frozen` bytes per element, as frozen
-    weights do (2: bfloat16, 4: float32). In full fine-tuning, which is `rank` 0, they take
-    `compute` bytes.
-    """
+    """A run's needs. Trained weights and gradients are float32. Activations, frozen weights
+    and the sampler take `element` bytes per number. `rank` 0 trains all weights."""
     config: Any  # the Qwen3Config of model.py, which this file does not import
     window: int  # tokens of the longest conversation
     row: int  # tokens in a forward pass of the update
     rank: int
-    frozen: int
-    recompute: bool  # activation checkpointing by layer
+    element: int
     have: int  # bytes of the device
-    compute: int = 4
+    recompute: bool = False  # activation checkpointing by layer
+    apart: bool = False  # the sampler computes adapters beside the trainer's weights
     moment: int = 4  # bytes per element of each of Adam's two moments
-
-    @property
-    def element(self) -> int:
-        """Bytes per element of activations, the sampler's weights and its cache."""
-        return self.frozen if self.rank else self.compute
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -86,13 +84,14 @@ class Plan:
         """Bytes of each of PARTS on each of `ranks`; the warm-up needs no sampler."""
         model, adapters = self.parameters
         trained = adapters if self.rank else model
-        weights = model * (self.frozen if self.rank else 4) + adapters * 4
+        weights = model * (self.element if self.rank else 4) + adapters * 4
+        copies = ranks > 1 or self.casts or (self.rank and not self.apart)
         parts = {
             "weights": weights // ranks,
             "gradients": trained * 4 // ranks,
             "optimizer": 2 * trained * self.moment // ranks,
             "gathered": self.gathered() if ranks > 1 or self.casts else 0,
-            "sampler copy": model * self.element if sampling else 0,
+            "sampler copy": model * self.element if sampling and copies else 0,
             "KV cache": 0,
             "activations": self.activations(),
         }
@@ -103,7 +102,7 @@ class Plan:
     @property
     def casts(self) -> bool:
         """Whether layers compute in another type than their weights have."""
-        return not self.rank and self.compute != 4
+        return not self.rank and self.element != 4
 
     def gathered(self) -> int:
         """Bytes of a sharded model's weights and gradients that are complete at a time.
@@ -159,33 +158,46 @@ class Plan:
         adding = (3 if self.config.tie_word_embeddings else 1) * table
         return max(kept + head + table, kept + running + mlp + table, adding)
 
-    def problem(self, warmup: bool, ranks: int = 1) -> str | None:
-        """None if the run fits, else one line: what it needs, and what would fit."""
-        def total(plan: Plan) -> int:
-            need = sum(plan.need(ranks).values())
-            if warmup:  # it trains all weights
-                full = replace(plan, rank=0).need(ranks, sampling=False)
-                need = max(need, sum(full.values()))
-            return need
+    def total(self, ranks: int = 1, all_weights: bool = False) -> int:
+        """Bytes on each rank. `all_weights`: its warm-up trains all of them."""
+        most = sum(self.need(ranks).values())
+        if all_weights:
+            full = replace(self, rank=0).need(ranks, sampling=False)
+            most = max(most, sum(full.values()))
+        return most
 
-        if total(self) <= self.have:
+    def fitted(self, ranks: int = 1, all_weights: bool = False,
+               least: int = LEAST_WINDOW) -> "Plan":
+        """With as few changes as make it fit. If nothing does, with all of them."""
+        changes = [{}, {"recompute": True}]
+        if self.rank and ranks == 1:
+            changes.append({"recompute": True, "apart": True})
+        window = self.window // 2
+        while window >= least:
+            row = min(self.row, max(window, LEAST_ROW))
+            changes.append(changes[-1] | {"window": window, "row": row})
+            window //= 2
+        for change in changes:
+            plan = replace(self, **change)
+            if plan.total(ranks, all_weights) <= plan.have:
+                break
+        return plan
+
+    def problem(self, ranks: int = 1, all_weights: bool = False) -> str | None:
+        """None if the run fits, else one line: what it needs, and what would fit."""
+        need = self.total(ranks, all_weights)
+        if need <= self.have:
             return None
-        changes = {
-            "--recompute": {"recompute": True},
-            "--bf16-states": {"moment": 2},
-            "--bf16-states --recompute": {"moment": 2, "recompute": True},
-            "--lora-rank 16": {"rank": 16},
-            "--lora-rank 16 --recompute": {"rank": 16, "recompute": True},
-        }
-        fits = [flags for flags, change in changes.items()
-                if total(replace(self, **change)) <= self.have]
-        advice = "reduce the window in rlm.json or --micro-tokens, or take a smaller model"
-        if fits:
-            advice = f"it fits with {' or '.join(fits)}"
+        advice = "reduce the window in rlm.json, or take more cards or a smaller model"
+        for flags, change in (("--bf16-states", {"moment": 2}),
+                              ("--lora-rank 16", {"rank": self.rank or 16})):
+            if replace(self, **change).fitted(ranks).total(ranks) <= self.have:
+                advice = f"it fits with {flags}"
+                break
         first = ""
-        if warmup and self.rank:
+        if all_weights and self.rank:
             first = " with its warm-up, which trains all weights"
-        return (f"the run needs {total(self) / GIB:.1f} GiB{first}, the device has "
+        return (f"the run needs {need / GIB:.1f} GiB{first}, the device has "
                 f"{self.have / GIB:.1f}; {advice}")
 
     def table(self, many: int = 8) -> str:
@@ -204,10 +216,9 @@ class Plan:
         needs = [need for _, need in columns.values()]
         tokens = [need["KV cache"] // plan.token_bytes for plan, need in columns.values()]
         model, adapters = lora.parameters
-        again = ", layers recomputed" if self.recompute else ""
         return "\n".join([
             f"{model:,} parameters, {adapters:,} in adapters of rank {lora.rank}; rows of "
-            f"{self.row:,} tokens{again}; {name} on each rank:",
+            f"{self.row:,} tokens{self.remarks()}; {name} on each rank:",
             line("", columns),
             *(line(part, [f"{need[part] / unit:.2f}" for need in needs]) for part in PARTS),
             line("sum", [f"{sum(need.values()) / unit:.2f}" for need in needs]),
@@ -216,14 +227,38 @@ class Plan:
         ])
 
 
-def of_run(config, shape, window: int, frozen: torch.dtype, world) -> Plan:
-    """The plan of a run with these flags, for a model of this shape.
+    def remarks(self) -> str:
+        remark = ", layers computed again" if self.recompute else ""
+        return remark + (", adapters sampled unmerged" if self.apart else "")
+
+    def what_fits(self) -> str:
+        """For people: the largest window by the size of a card and the number of cards."""
+        counts = (1, 2, 4, 8)
+        heads = [f"{name}, {n} x" for name in ("full", "LoRA") for n in counts]
+        lines = ["the largest window that fits, by card and number of cards:",
+                 "        " + "".join(f"{head:>10}" for head in heads)]
+        for card in CARDS:
+            cells = []
+            for rank in (0, self.rank or 16):
+                start = replace(self, rank=rank, have=(card - 1) * GIB)
+                for n in counts:
+                    plan = start.fitted(n)
+                    fits = plan.total(n) <= plan.have
+                    cells.append(f"{plan.window:,}" if fits else "-")
+            lines.append(f"{card:4} GB " + "".join(f"{cell:>10}" for cell in cells))
+        return "\n".join(lines)
+
+
+def of_run(config, shape, window: int, dtype: torch.dtype, world,
+           all_weights: bool = False, least: int = LEAST_WINDOW) -> Plan:
+    """The plan of a run with these flags, for a model of this shape, fitted to the device.
 
     On a CPU the ranks of a machine share its memory."""
     sharing = 1 if DEVICE == "cuda" else world.local_size
-    return Plan(shape, window, max(window, config.micro_tokens), config.lora_rank,
-                frozen.itemsize, config.recompute, device_bytes(DEVICE) // sharing,
-                COMPUTE.itemsize, moment=2 if config.bf16_states else 4)
+    row = config.micro_tokens or LEAST_ROW
+    return Plan(shape, window, max(window, row), config.lora_rank, dtype.itemsize,
+                device_bytes(DEVICE) // sharing, moment=2 if config.bf16_states else 4,
+                ).fitted(world.size, all_weights, least)
 
 
 def device_bytes(device: str) -> int:

@@ -55,7 +55,7 @@ class RunConfig:
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox recompute micro_tokens").split()
+              "eval_every sandbox micro_tokens").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
@@ -83,13 +83,15 @@ def starting_point(config, last: str | None, state: dict) -> Start:
     """`last` is the checkpoint to continue from, `state` its state; None: a new run.
 
     A checkpoint of a model with adapters holds the adapters alone. They belong to the
-    weights that the warm-up left."""
+    weights that the warm-up left, and during it to those of --model."""
     if last is None:
         return Start(config.model, "", "", "", state)
     optimizer = os.path.join(last, "optimizer") if state["step"] else ""
-    if state["phase"] == "grpo" and config.lora_rank:
-        warm = os.path.join(config.out, "warmup")
-        return Start(warm, os.path.join(last, "adapter"), optimizer, last, state)
+    if config.lora_rank and (state["phase"] == "grpo" or config.model):
+        base = config.model
+        if state["phase"] == "grpo":
+            base = os.path.join(config.out, "warmup")
+        return Start(base, os.path.join(last, "adapter"), optimizer, last, state)
     return Start(last, "", optimizer, last, state)
 
 
@@ -106,7 +108,7 @@ class Run:
         self.out = config.out
         self.began = time.monotonic()
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0, "best": None}
+                      "sampled": 0, "skipped": 0, "best": None, "good": 0}
 
     # --- where it starts ------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """notes: what each note from one place is about.
 
 `Sort the notes from "Kelso".` Which notes are from the place can be searched for. Whether
-one is about an animal, a plant, a tool or a food has to be read: no note says so, and the
-words are too many to be written as code. The scripts of the warm-up print whole notes, and
-a print shows one or two, so the good ones ask children. Not to print more than the fifth
-word of each note is a way without children that no script shows.
+one is about an animal, a plant, a tool or a food has to be read: one of its words says so,
+among others that say nothing, and the words are too many to be written as code. A print
+shows one note and no more, and a node prints once. So the root has to ask children.
 
 Gold is {note id: kind}. The score is the share of right kinds among all notes that the
 answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
@@ -12,6 +11,8 @@ English: a pretrained model knows them, one made from nothing learns them from t
 Each place has words that no note from there holds in training. In held-out questions all
 notes from the place hold one of these.
 """
+import re
+
 from tasks.in_repl import TOOLS, block, script, word_of
 from tasks.text import characters, how_many
 
@@ -20,44 +21,57 @@ __all__ = ["TOOLS"]
 STRATEGY = """\
 The context is a dict {note id: text}. Return a dict {note id: kind} of the notes from the \
 place in question, and no others; a kind is animals, plants, tools or foods.
-1. Find the notes from the place with code: each names its place in its first line.
+1. Find the notes from the place with code: each begins with its place.
 2. Let a child read each of them: rlm_query_batched("Kind? Answer with animals, plants, \
 tools or foods.", [context[i] for i in ids]).
 3. Join ids and answers, and call FINAL with the dict."""
 
 WORDS = {
-    "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider salmon "
-               "weasel magpie hamster walrus ferret pigeon jackal monkey goose sparrow "
-               "tiger camel moose raven squirrel penguin dolphin",
+    "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider "
+               "salmon weasel magpie hamster walrus ferret pigeon jackal monkey goose",
     "plants": "fern clover nettle willow poplar daisy thistle cactus orchid lily tulip "
-              "juniper heather ivy moss birch maple cedar poppy lavender reed bamboo hazel "
-              "laurel bracken jasmine lotus spruce",
-    "tools": "hammer chisel pliers ladder shovel wrench anvil drill sickle trowel hatchet "
-             "mallet tongs crowbar lathe rasp rake pulley scissors compass bellows gimlet "
-             "plough clamp winch caliper spade pickaxe",
-    "foods": "bread cheese soup noodle pancake sausage pudding omelet biscuit porridge "
-             "waffle custard muffin pretzel dumpling butter yogurt salad pastry toffee "
-             "bacon risotto sorbet burger goulash chutney gravy fudge",
+              "juniper heather ivy moss birch maple cedar poppy lavender",
+    "tools": "hammer chisel pliers ladder shovel wrench anvil drill sickle trowel "
+             "hatchet mallet tongs crowbar lathe rasp rake pulley scissors compass",
+    "foods": "bread cheese soup noodle pancake sausage pudding omelet biscuit "
+             "porridge waffle custard muffin pretzel dumpling butter yogurt salad "
+             "pastry toffee",
 }
 WORDS = {kind: words.split() for kind, words in WORDS.items()}
 KIND = {word: kind for kind, words in WORDS.items() for word in words}
 
-ADJECTIVES = "Old New Small Large Red Grey Plain Broken".split()
-WHEN = ("by the gate", "by the river", "on the roof", "in the yard", "at noon",
-        "in the rain", "last week", "in the hall")
+OTHERS = (
+    "cloud window street letter number garden corner summer winter minute morning evening "
+    "shadow silence story valley island harbor river ceiling chimney cellar attic fence "
+    "bridge tunnel tower castle palace temple market museum library office factory "
+    "station airport pocket medal poem thunder rainbow desert canyon glacier volcano "
+    "ocean storm puddle breeze village church school prison hospital theatre kitchen "
+    "bedroom balcony corridor holiday birthday wedding concert lecture journey accident "
+    "promise rumour opinion memory dream").split()
 PLACES = (
     "Alston Barlow Belper Camber Clovelly Darley Dunster Elmsby Epping Fenton Frome "
     "Garth Glossop Hawes Hexley Ilkley Ironby Jarrow Kelso Keswick Ludlow Lydford Marlow "
     "Melton Newby Norby Oakham Otley Penrith Pickering Quorn Ripon Rugby Selby Stroud "
     "Thirsk Ulver Varley Whitby Yarm").split()
 
-TOKENS = 608  # 45 notes
-NOTES = (6, 150)  # of a question of the usual length
-NOTE_CHARS = 54  # on average
-HERE = (2, 5)  # notes from the place
+EVERY = [*KIND, *OTHERS]
 
-# All but the longest notes can be printed whole. Then one message is left, to answer.
-TINY = {"max_turns": 2, "limits": {"output_chars": 78}}
+TOKENS = 480  # 45 notes
+NOTES = (6, 150)  # of a question of the usual length
+NOTE_CHARS = 43  # on average
+WORDS_OF_A_NOTE = (4, 6)
+HERE = (3, 5)  # notes from the place
+
+# The longest note can be printed whole. Then one message is left, to answer.
+TINY = {"max_turns": 2, "limits": {"output_chars": 58}}
+
+
+def is_heldout(place: str, word: str) -> bool:
+    return (PLACES.index(place) + 3 * EVERY.index(word)) % 5 == 0
+
+
+# What notes from other places are made of: how often a word occurs tells nothing.
+ANY = {place: [word for word in EVERY if not is_heldout(place, word)] for place in PLACES}
 
 
 def make(rng, tokens=None, heldout=False):
@@ -65,26 +79,21 @@ def make(rng, tokens=None, heldout=False):
     if tokens is not None:
         number = round(characters(tokens, TOKENS) / NOTE_CHARS)
     place = rng.choice(PLACES)
-    here = rng.sample(range(number), min(number, rng.randint(*HERE)))
+    here = set(rng.sample(range(number), rng.randint(*HERE)))
 
     context, gold = {}, {}
     for i in range(number):
-        where = place
-        while i not in here and where == place:
-            where = rng.choice(PLACES)
-        word = rng.choice(list(KIND))
-        while is_heldout(where, word) != (heldout and i in here):
-            word = rng.choice(list(KIND))
-        text = " ".join(f"{rng.choice(ADJECTIVES)} {word} {rng.choice(WHEN)}."
-                        for _ in range(rng.randint(1, 2)))
-        context[f"n{i}"] = f"Notes from {where}.\n{text}"
+        size = rng.randint(*WORDS_OF_A_NOTE)
         if i in here:
+            where, words = place, rng.sample(OTHERS, size - 1)
+            word = rng.choice([w for w in KIND if is_heldout(place, w) == heldout])
+            words.insert(rng.randrange(size), word)
             gold[f"n{i}"] = KIND[word]
+        else:
+            where = rng.choice([other for other in PLACES if other != place])
+            words = rng.sample(ANY[where], size)
+        context[f"n{i}"] = f"{where}: {' '.join(words)}."
     return f'Sort the notes from "{place}".', context, gold
-
-
-def is_heldout(place: str, word: str) -> bool:
-    return (PLACES.index(place) + 3 * list(KIND).index(word)) % 5 == 0
 
 
 def score(task, answer):
@@ -102,7 +111,8 @@ def part_score(task, part, answer):
 
 
 def kind_of(text: str) -> str:
-    return next((kind for word, kind in KIND.items() if f" {word} " in text), "")
+    words = re.findall(r"[a-z]+", text)
+    return next((KIND[word] for word in words if word in KIND), "")
 
 
 # Shares of good and bad strategies. Only filter with read is right: which is which is for
@@ -125,7 +135,7 @@ def strategy_code(task, node, name: str, guess: str = "") -> str:
     if name == "read" and looked and node.depth:
         return block(f'FINAL("{kind_of(node.turns[-1].text)}")')
     if name == "read" and looked:
-        notes = node.turns[-1].text.split("Notes from ")[1:]
+        notes = node.turns[-1].text.split(".")[:-1]
         return block(f"ks = {[kind_of(note) for note in notes]}\n{join}")
     if name == "read" and not node.depth:
         return block(f"{find}print([context[i] for i in ids])")

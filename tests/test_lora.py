@@ -138,10 +138,9 @@ def test_the_sampler_holds_the_merged_weights_and_never_shares_memory():
     assert before == {w.data_ptr() for w in sampler.model.parameters()}  # in place
 
 
-def test_merging_happens_in_float32_and_its_gap_is_what_rounding_lost():
+def test_merging_happens_in_float32():
     model = adapted(dtype=torch.bfloat16)
     copy = model.merged_copy()
-    lost = change = 0.0
     for name, layer in model.adapted():
         product = layer.lora_B.double() @ layer.lora_A.double()
         exact = layer.weight.double() + layer.scale * product
@@ -149,13 +148,6 @@ def test_merging_happens_in_float32_and_its_gap_is_what_rounding_lost():
         assert rounded.dtype == torch.bfloat16
         # the nearest bfloat16 (8 bits): off by half a unit in the last place, 2^-8, at most
         assert ((rounded - exact).abs() <= exact.abs() * 2 ** -7.99).all()
-        lost += (rounded.double() - exact).square().sum().item()
-        change += (exact - layer.weight.double()).square().sum().item()
-    assert model.merge_gap(copy) == pytest.approx((lost / change) ** 0.5, rel=1e-3)
-    assert 0.001 < model.merge_gap(copy) < 0.5
-    assert adapted().merge_gap(adapted().merged_copy()) < 1e-6  # float32
-    fresh = build().bfloat16().add_lora(2, 32.0)
-    assert fresh.merge_gap(fresh.merged_copy()) == 0.0
 
 
 def test_a_bfloat16_base_trains_float32_adapters():
@@ -220,10 +212,10 @@ def weights(path):
     return load_file(Path(path, "model.safetensors"))
 
 
-def merge_gaps(out):
-    """Those of a run's steps of GRPO."""
+def gaps(out):
+    """Mean distance of log-probabilities of sampler and trainer, in each step of GRPO."""
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row["merge_gap"] for row in rows if row["phase"] == "grpo"]
+    return [row["gap"] for row in rows if row["phase"] == "grpo"]
 
 
 @pytest.fixture(scope="module")
@@ -235,13 +227,13 @@ def finished(tmp_path_factory, short_run):
     return out
 
 
-def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished, short_run):
+def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
     warm, final = weights(finished / "warmup"), weights(finished / "final")
     init = weights(short_run / "init")
     for name in warm:
-        assert not torch.equal(warm[name], init[name])  # the warm-up trained all
-        if name.split(".")[-2] not in ADAPTED:
-            assert torch.equal(final[name], warm[name])
+        moves = name.split(".")[-2] in ADAPTED  # adapters are all that is trained
+        assert torch.equal(warm[name], init[name]) == (not moves)
+        assert torch.equal(final[name], warm[name]) == (not moves)
     model = Qwen3.from_pretrained(finished / "warmup").add_lora(1, 32.0)
     model.load_adapter(finished / "final" / "adapter")
     for name, weight in model.merged():
@@ -251,8 +243,7 @@ def test_a_run_keeps_what_the_full_warmup_left_but_for_the_adapters(finished, sh
     assert config["base_model_name_or_path"] == os.path.join(finished, "warmup")
     last = Path(checkpoint.last_checkpoint(finished))
     assert not (last / "model.safetensors").exists()  # only what changes
-    gaps = merge_gaps(finished)
-    assert gaps and all(0 <= gap < 1e-5 for gap in gaps)
+    assert gaps(finished) and all(0 <= gap < 1e-5 for gap in gaps(finished))
 
 
 @pytest.mark.slow
@@ -276,14 +267,19 @@ def test_an_interrupted_run_resumes_to_the_same_adapters(finished, tmp_path, mon
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_the_frozen_base_is_bfloat16_unless_all_is_float32_on_a_cpu(tmp_path, monkeypatch):
-    for key, stored in (("dtype", "float32"), ("dtype", "bfloat16"),
-                        ("torch_dtype", "bfloat16")):
-        (tmp_path / "config.json").write_text(json.dumps({key: stored}))
-        monkeypatch.setattr(device, "DEVICE", "cpu")
-        assert device.frozen_dtype(str(tmp_path)) == getattr(torch, stored)
-        monkeypatch.setattr(device, "DEVICE", "cuda")
-        assert device.frozen_dtype(str(tmp_path)) == torch.bfloat16
+@pytest.mark.parametrize("key, stored, fast, want", [
+    ("dtype", "float32", True, "float32"), ("dtype", "bfloat16", True, "bfloat16"),
+    ("torch_dtype", "float16", True, "bfloat16"), ("dtype", "bfloat16", False, "float32")])
+def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_checkpoint_has_16_bits(
+        key, stored, fast, want, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({key: stored}))
+    monkeypatch.setattr(device, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
+    assert device.compute_dtype("auto", str(tmp_path)) == getattr(torch, want)
+    assert device.compute_dtype("float16", str(tmp_path)) == torch.float16
+    assert device.compute_dtype() == torch.float32
+    monkeypatch.setattr(device, "DEVICE", "cuda")
+    assert device.compute_dtype("auto", str(tmp_path)) == torch.bfloat16
 
 
 @pytest.mark.slow
@@ -299,4 +295,4 @@ def test_a_bfloat16_checkpoint_is_trained_with_a_bfloat16_base(finished, tmp_pat
         assert {w.dtype for w in weights(out / part).values()} == {torch.bfloat16}
     warm, start = weights(out / "warmup"), weights(tmp_path)
     assert all(torch.equal(warm[name], start[name]) for name in start)
-    assert merge_gaps(out)
+    assert 0 < max(gaps(out)) < 0.1

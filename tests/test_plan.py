@@ -17,7 +17,7 @@ GB = 10 ** 9
 
 
 def of(config=QWEN3_4B, **changes):
-    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0, "frozen": 2,
+    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0, "element": 2,
               "recompute": True, "have": 141 * GB}
     return Plan(**fields | changes)
 
@@ -27,8 +27,10 @@ def test_qwen3_4b_by_hand():
     P = 4_022_468_096
     assert of().parameters == (P, 0)
     assert (need["weights"], need["gradients"], need["optimizer"]) == (4 * P, 4 * P, 8 * P)
-    assert need["sampler copy"] == 4 * P
-    assert of().token_bytes == 2 * 147_456  # DESIGN's figure is for bfloat16
+    assert need["sampler copy"] == 2 * P and of().token_bytes == 147_456
+    assert of(element=4).need()["sampler copy"] == 0  # it computes with the trainer's
+    assert of(rank=16, apart=True).need()["sampler copy"] == 0
+    assert of(rank=16, apart=True).need(2)["sampler copy"] == 2 * P
     lora = of(rank=16)
     attention = 2 * (2560 + 4096) + 2 * (2560 + 1024)
     adapters = 36 * 16 * (attention + 3 * (2560 + 9728))
@@ -79,14 +81,14 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(rank, dtype):
         config = replace(SMALL, num_hidden_layers=layers)
         saved.append(saved_by_autograd(config, dtype, rank))
         without_head = replace(config, vocab_size=1)
-        planned.append(of(without_head, rank=rank, frozen=dtype.itemsize, row=512,
+        planned.append(of(without_head, rank=rank, element=dtype.itemsize, row=512,
                           recompute=False).activations())
     assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], rel=0.08)
 
 
 def test_recomputing_keeps_one_number_per_token_and_channel_of_each_layer():
     deep, deeper = of(), of(replace(QWEN3_4B, num_hidden_layers=37))
-    assert deeper.activations() - deep.activations() == 8192 * 2560 * 4
+    assert deeper.activations() - deep.activations() == 8192 * 2560 * 2
     assert of(recompute=False).activations() > 10 * deep.activations()
 
 
@@ -110,27 +112,56 @@ def test_the_cache_takes_full_windows_of_what_is_left(have, rank):
     assert sum(need.values()) <= plan.DEVICE_SHARE * have or tokens == p.window
 
 
-def test_a_run_that_fits_has_no_problem_and_one_that_does_not_says_what_would():
-    assert of(have=141 * GB).problem(False) is None
-    line = of(have=80 * GB).problem(False)
-    assert "the device has 74.5" in line and "--lora-rank 16 --recompute" in line
-    assert "\n" not in line and of(rank=16, have=80 * GB).problem(False) is None
-    line = of(recompute=False, have=141 * GB).problem(False)
-    assert "fits with --recompute or" in line
-    assert "smaller model" in of(have=1 * GB).problem(False)
-    # a warm-up trains all weights, whatever comes after it
-    assert "warm-up" in of(rank=16, have=60 * GB).problem(True)
-    assert of(rank=16, have=60 * GB).problem(False) is None
+def test_a_plan_is_changed_as_little_as_makes_it_fit():
+    """In the order of what each change costs."""
+    roomy = of(recompute=False, have=10_000 * GB)
+    assert roomy.fitted() == roomy
+    assert of(recompute=False, have=90 * GB).fitted() == of(have=90 * GB)
+    lora = of(rank=16, recompute=False)
+    seen = []
+    for have in range(200, 8, -2):
+        fitted = replace(lora, have=have * GB).fitted(least=1024)
+        if fitted.total() <= have * GB:
+            seen.append((fitted.recompute, fitted.apart, fitted.window))
+    assert sorted(set(seen), key=seen.index) == [
+        (False, False, 8192), (True, False, 8192), (True, True, 8192),
+        (True, True, 4096), (True, True, 2048), (True, True, 1024)]
+    several = replace(lora, have=14 * GB).fitted(4)
+    assert not several.apart  # each rank has a share of the weights, and needs a copy
+    assert of(have=1 * GB).fitted(least=8192).window == 8192  # as rlm.json says
+
+
+def test_a_run_that_does_not_fit_says_what_would():
+    assert of(have=141 * GB).problem() is None
+    line = of(have=60 * GB).problem()
+    assert "the device has 55.9" in line and "--lora-rank 16" in line
+    assert "\n" not in line and of(rank=16, have=60 * GB).problem() is None
+    assert "smaller model" in of(have=1 * GB).problem()
+    # a warm-up from nothing trains all weights, whatever comes after it
+    assert "warm-up" in of(rank=16, have=60 * GB).problem(all_weights=True)
 
 
 def test_advice_names_flags_that_exist():
     flags = {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)}
-    lines = [of(**changes, have=have * GB).problem(warmup) or ""
-             for have in (1, 40, 60, 80, 120)
-             for warmup in (False, True)
+    lines = [of(**changes, have=have * GB).problem(ranks, all_weights) or ""
+             for have in (1, 10, 40, 60, 80, 120)
+             for all_weights in (False, True)
+             for ranks in (1, 2)
              for changes in ({}, {"rank": 16}, {"recompute": False})]
     named = {word for line in lines for word in re.findall(r"--[a-z0-9-]+", line)}
-    assert len(named) >= 4 and named <= flags
+    assert len(named) >= 2 and named <= flags
+
+
+def test_what_fits_is_what_fits():
+    lines = of().what_fits().splitlines()
+    assert len(lines) == 2 + len(plan.CARDS)
+    for card, line in zip(plan.CARDS, lines[2:]):
+        cells = line.split()[2:]
+        assert len(cells) == 8
+        for rank, n, cell in zip([0] * 4 + [16] * 4, [1, 2, 4, 8] * 2, cells):
+            here = of(rank=rank, have=(card - 1) * plan.GIB, recompute=True, apart=n == 1)
+            smallest = replace(here, window=4096, row=4096)
+            assert (cell == "-") == (smallest.total(n) > here.have)
 
 
 def test_the_table_has_a_line_for_each_part_and_adds_up():

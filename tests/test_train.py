@@ -219,7 +219,7 @@ def test_lines_of_a_run_appear_at_once_in_a_file(tmp_path):
 @pytest.mark.parametrize("flags", [
     "", "--kl 0.1 --updates 2 --clip-high 0.28", "--lora-rank 2 --kl 0.1",
     "--lora-rank 2 --objective dpo", "--objective own --bf16-states",
-    "--objective filter --recompute"])
+    "--objective filter --micro-tokens 400"])
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(
         flags, short_run, tmp_path, scripted_trees, monkeypatch):
     trainer = make_trainer(monkeypatch, tmp_path / "g", "--model", short_run / "warmup",
@@ -232,7 +232,7 @@ def test_every_objective_moves_the_weights_and_logs_what_to_watch(
     assert all(math.isfinite(row[name]) for name in (*WATCHED[1:], "loss", "grad_norm"))
     assert sum(depth["share"] for depth in row["by_depth"]) == pytest.approx(1)
     if "--lora-rank" in flags:
-        assert row["merge_gap"] == 0  # before the update the adapters change nothing
+        assert row["gap"] < 1e-5  # before the update the adapters change nothing
     if "--updates" in flags:
         assert row["kl"] > 0
     else:
