@@ -94,8 +94,8 @@ class Sampler:
                  window: int | None = None, dtype: torch.dtype | None = None,
                  page: int | None = None, copy: bool = False):
         dtype = dtype or model.lm_head.weight.dtype
-        copy = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
-        self.model = model.merged_copy(dtype) if copy else model
+        self.owns = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
+        self.model = model.merged_copy(dtype) if self.owns else model
         self.batch = batch
         self.window = min(window or np.inf, model.config.max_position_embeddings)
         attention = attention_for(self.model)
@@ -113,10 +113,12 @@ class Sampler:
 
     def load(self, model: Qwen3) -> None:
         """Take over the weights of `model` (of the same shape), which have changed, and
-        empty the cache."""
+        empty the cache. One that shares its weights takes no others."""
         if self.running or self.waiting:
             raise RuntimeError("weights cannot change under running requests")
-        if model is not self.model:
+        if not self.owns and model is not self.model:
+            raise RuntimeError("this sampler computes with the weights of another model")
+        if self.owns:
             with torch.no_grad():
                 for mine, (_, new) in zip(self.model.parameters(), model.merged(),
                                           strict=True):

@@ -123,9 +123,9 @@ def test_adapters_that_are_made_before_the_weights_end_on_their_device(tmp_path)
 
 # --- the sampler's copy -------------------------------------------------------------------
 
-def test_the_sampler_holds_the_merged_weights_and_never_shares_memory():
+def test_a_samplers_copy_has_the_merged_weights_and_shares_no_memory():
     model = adapted()
-    sampler = Sampler(model, memory=1 << 20)
+    sampler = Sampler(model, memory=1 << 20, copy=True)
     assert distance(logits(sampler.model), logits(model)) < 1e-6
     assert sampler.model.rank == 0 and not sampler.model.adapters()
     before = {w.data_ptr() for w in sampler.model.parameters()}

@@ -529,7 +529,7 @@ def test_the_trainers_logprobs_of_a_conversation_are_the_samplers():
 
 def test_the_sampler_keeps_its_own_weights_until_load_brings_new_ones():
     trained = build(0)
-    sampler = make(trained, batch=2)
+    sampler = make(trained, batch=2, copy=True)
     ids = [3, 1, 4, 1, 5]
 
     def sample():
@@ -548,9 +548,29 @@ def test_the_sampler_keeps_its_own_weights_until_load_brings_new_ones():
     assert all(weight.requires_grad for weight in trained.parameters())
 
 
+def test_a_sampler_may_share_the_weights_and_then_takes_no_others():
+    """After `load` it knows them as they are, adapters included."""
+    model = build(0)
+    model.add_lora(2, 32.0)
+    sampler = make(model, batch=2)
+    assert sampler.model is model
+    ids = [3, 1, 4, 1, 5]
+    before = asyncio.run(sampler.generate(ids, 12, key=(1,)))
+    with torch.no_grad():
+        for adapter in model.adapters().values():
+            adapter += 0.1
+    sampler.load(model)
+    after = asyncio.run(sampler.generate(ids, 12, key=(1,)))
+    merged = alone(model.merged_copy(), ids, 12, key=(1,))
+    assert after.ids == merged.ids != before.ids and after.usage["reused"] == 0
+    assert close(after.logprobs, merged.logprobs, 1e-4)
+    with pytest.raises(RuntimeError, match="another model"):
+        sampler.load(build(1))
+
+
 def test_load_is_refused_under_running_requests_and_disturbs_none():
     async def main():
-        sampler = make(batch=1)
+        sampler = make(batch=1, copy=True)
         tasks = [asyncio.create_task(sampler.generate([6, i], 5, temperature=0))
                  for i in (1, 2)]
         for _ in range(3):
