@@ -1,7 +1,7 @@
 """The words of the task `definitions`: `python -m lab.wordnet DICT FILE`.
 
-DICT is the directory with WordNet 3.0's data.noun, index.noun and cntlist.rev, for example
-from the Debian package `wordnet-base`. FILE gets a line "word TAB class TAB definition" for
+DICT is the directory of WordNet 3.0's files (data.noun and so on), for example from the
+Debian package `wordnet-base`. FILE gets a line "word TAB class TAB definition" for
 each noun that is kept, and the licence is written beside it. Kept are the common nouns of
 CLASSES whose usual senses are all of one class. Left out is what makes the class
 trivial (a definition that names it) or the words unfit to be shown (slurs).

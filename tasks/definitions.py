@@ -24,12 +24,12 @@ from tasks.text import characters, how_many, strings_in
 __all__ = ["TOOLS"]
 
 STRATEGY = """\
-The context is a list of pages of a dictionary, with lines "word: definition". Return a flat \
+The context is a list of pages of a dictionary, with lines "word: definition". Return a \
 list of the words of the class in question. The classes are act, animal, artifact, \
 attribute, body, communication, food, group, person, plant, state and substance. No \
 definition names its class: searching with code finds little, read instead.
-1. Give each page to a child: rlm_query_batched(question, context), and call FINAL with the \
-joined lists.
+1. Give each page to a child: rlm_query_batched(question, context), and call FINAL with \
+the list of their lists.
 2. A child has one page as its context (a str). It prints the page. In its next message it \
 writes each word with its class behind it, then gives FINAL the list of those words that \
 have the class in question, [] if there are none."""
@@ -107,8 +107,8 @@ def part_score(task, part, answer):
 def f1(answer, gold) -> float:
     """Over the different words of an answer: nested lists of them, or text with commas or
     line ends between them. What is no word of the context counts as a wrong one."""
-    parts = [part.strip() for text in strings_in(answer) for part in re.split("[,\n]", text)]
-    words = set(filter(None, parts))
+    text = "\n".join(strings_in(answer))
+    words = {part.strip() for part in re.split("[,\n]", text)} - {""}
     both = len(words & set(gold))
     return 2 * both / (len(words) + len(gold)) if both else 0.0
 
