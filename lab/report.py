@@ -86,14 +86,14 @@ def page(title: str, settings: dict, rows: list[dict],
 # The columns of numbers: the key in a row, the width in a terminal, digits after the point.
 COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 7, 0), ("out", 6, 0), ("calls", 6, 1),
            ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1), ("dollars", 8, 4))
-HEAD = (f"{'task':10} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
+HEAD = (f"{'task':11} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
         f"{'95 % interval':14} "
         + " ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
 
 
 def table_line(row: dict) -> str:
     """A row as a line under HEAD, for a terminal."""
-    line = (f"{row['task']:10} {row['method']:10} {number(row['length']):>9} "
+    line = (f"{row['task']:11} {row['method']:10} {number(row['length']):>9} "
             f"{row['n']:4} {number(row['score'], 3):>5}  {interval(row):14}")
     for name, width, digits in COLUMNS:
         line += f" {number(row[name], digits):>{width}}"

@@ -1,15 +1,16 @@
 """What is asked and how an answer is scored: Task, and the kinds of task, one file each.
 
-    kind       what is asked                           the score, in [0, 1]
-    notes      what each note from a place is about    share of right labels
-    evidence   the sentences about a term, in papers   F1 over their characters
-    deep       one meaning per paragraph, two levels   F1 over the meanings
-               of children are needed to find all
-    niah       a number hidden in filler (RULER)       share of the references contained
-    oolong     label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
-    pairs      label, then pair users (OOLONG-Pairs)   F1 over unordered pairs
-    code       what a call returns (LongBench v2)      exact letter
-    hop        a chain of documents (BrowseComp-Plus)  exact up to case and punctuation
+    kind         what is asked                           the score, in [0, 1]
+    notes        what each note from a place is about    share of right labels
+    evidence     the sentences about a term, in papers   F1 over their characters
+    deep         one meaning per paragraph, two levels   F1 over the meanings
+                 of children are needed to find all
+    definitions  words of a class, in a dictionary       F1 over the words
+    niah         a number hidden in filler (RULER)       share of the references contained
+    oolong       label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
+    pairs        label, then pair users (OOLONG-Pairs)   F1 over unordered pairs
+    code         what a call returns (LongBench v2)      exact letter
+    hop          a chain of documents (BrowseComp-Plus)  exact up to case and punctuation
 
 A kind is a module with two functions:
 
@@ -49,7 +50,8 @@ from runtime.handed_in import HandedInError
 from tasks.in_repl import source
 from tree import Completion, Node
 
-NAMES = ("notes", "evidence", "deep", "niah", "oolong", "pairs", "code", "hop")
+NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong", "pairs",
+         "code", "hop")
 CALL = re.compile(r"\b(rlm|llm)_query")  # in code: a call of the model
 QUESTION = "question"  # the kind of a user's free question: no strategy, no score
 

@@ -18,7 +18,8 @@ import pytest
 
 import tasks
 from rlm import LEAF, RLMConfig, as_text, collect, rollout
-from tasks import NAMES, Task, deep, evidence, make, niah, notes, oolong, pairs, reward
+from tasks import (NAMES, Task, deep, definitions, evidence, make, niah, notes, oolong,
+                   pairs, reward)
 from tasks.evidence import MAX_SPANS, SHORTEST, mark
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
@@ -29,12 +30,13 @@ from tree import Node, Turn
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = ROOT.parent / "shared" / "qwen3-4b-base"
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
-SIZED = tuple(name for name in NAMES if name != "deep")  # whose length can be chosen
+SMALL = ("deep", "definitions")  # of one size, and of at most 2,500 tokens
+SIZED = tuple(name for name in NAMES if name not in SMALL)  # of any length
 VARIED = ("notes", "evidence")  # whose usual questions differ in length
 
 
 def made(kind, n=1, tokens=2_000):
-    tokens = None if kind == "deep" else tokens
+    tokens = None if kind in SMALL else tokens
     return [make(kind, random.Random(f"{kind} {i}"), tokens) for i in range(n)]
 
 
@@ -311,14 +313,14 @@ def test_the_context_has_the_tokens_asked_for(kind):
 
 @pytest.mark.parametrize("kind, digest", [
     ("notes", "367374b028f7e546"), ("evidence", "4e3f159824cba832"),
-    ("deep", "f4c9eac93f50e663"),
+    ("deep", "f4c9eac93f50e663"), ("definitions", "1aff624cd2927764"),
     ("niah", "f2fc580ff78ad6fb"), ("oolong", "dd5bf0facc569b41"),
     ("pairs", "cbd777202b61ef9e"), ("code", "11552bbd1f610f30"),
     ("hop", "dd22e0adf40dbf26")])
 def test_questions_are_what_they_were(kind, digest):
     """A seed names a question, in every run."""
     lengths = {kind: (None, 4 * tasks.load(kind).TOKENS) for kind in VARIED}
-    lengths["deep"] = (None,)
+    lengths |= {"deep": (None,), "definitions": (None, 2_000)}
     questions = []
     for seed, heldout in product(range(10), (False, True)):
         for tokens in lengths.get(kind, (2_000, 20_000)):
@@ -572,6 +574,127 @@ def test_the_oracle_scores_1_with_a_short_transcript(kind):
         assert reward(task, root.answer) == 1.0
         assert {n.depth for n in nodes} == {0, 1}  # it delegates
         assert sum(len(t.text) for t in root.turns) / 4 < 4_000
+
+
+# --- definitions: words with labels by people --------------------------------------------
+
+
+def dictionary_questions(n, heldout, tokens=None):
+    return [make("definitions", random.Random(i), tokens, heldout) for i in range(n)]
+
+
+def all_words(task):
+    return [line.split(":")[0] for page in task.context for line in page.split("\n")]
+
+
+def test_the_dictionary_is_well_formed_and_has_its_licence():
+    rows = [line.split("\t") for line in Path(definitions.DATA).read_text().splitlines()]
+    assert rows == sorted(rows) and len(rows) == len({word for word, _, _ in rows}) > 3_000
+    assert len({text for *_, text in rows}) > 0.99 * len(rows)  # synonyms are left out
+    for word, kind, text in rows:
+        assert re.fullmatch("[a-z]{3,12}", word) and 15 <= len(text) <= 70
+        assert text == " ".join(text.split()) and not set("\"`'\\()") & set(text)
+        assert not {kind, f"{kind}s"} & set(re.findall("[a-z]+", text.lower()))
+    counts = Counter(kind for _, kind, _ in rows)
+    assert len(counts) == 12 and min(counts.values()) > 150
+    assert all(f" {kind}" in definitions.STRATEGY for kind in counts)
+
+    licence = (Path(definitions.DATA).parent / "WORDNET_LICENCE").read_text()
+    assert "Permission to use, copy, modify and distribute" in licence
+    assert "WordNet 3.0 Copyright 2006 by Princeton University" in licence
+
+
+def test_held_out_words_are_in_no_question_of_training():
+    for heldout, tokens in product((False, True), (None, 2_500)):
+        for task in dictionary_questions(100, heldout, tokens):
+            words, asked = all_words(task), word_of(task)
+            assert {definitions.is_heldout(word) for word in words} == {heldout}
+            assert len(set(words)) == len(words) and task.answer
+            assert task.answer == [word for word in words
+                                   if definitions.dictionary()[word][0] == asked]
+            assert len(task.context) <= 31 and reward(task, task.answer) == 1.0
+            assert max(map(len, task.context)) < definitions.TINY["limits"]["output_chars"]
+    held = list(filter(definitions.is_heldout, definitions.dictionary()))
+    assert 0.18 < len(held) / len(definitions.dictionary()) < 0.22
+    for tokens in (999, 2_501):
+        with pytest.raises(ValueError, match="has 1,000 to 2,500 tokens here"):
+            make("definitions", random.Random(0), tokens)
+
+
+def test_usual_questions_of_definitions_differ_in_size():
+    questions = dictionary_questions(500, False)
+    sizes = [len("".join(task.context)) / 4 for task in questions]
+    assert 0.9 < sum(sizes) / 500 / definitions.TOKENS < 1.1
+    assert {len(task.context) for task in questions} == set(range(3, 10))
+    assert len({word_of(task) for task in questions}) == 12
+
+
+def test_what_pays_without_reading_definitions():
+    """All words, the first page, those beside the name of the class, "any of"."""
+    questions = dictionary_questions(200, True)
+    first = [reward(task, definitions.words_on(task.context[0])) for task in questions]
+    echo = [reward(task, all_words(task)) for task in questions]
+    named, vague = ([reward(task, definitions.words_with(task.context, text))
+                     for task, text in zip(questions, texts)]
+                    for texts in (map(word_of, questions), ["any of"] * 200))
+    for scores, most in ((echo, 0.15), (first, 0.15), (named, 0.02), (vague, 0.08)):
+        assert sum(scores) / 200 <= most
+
+
+def test_hostile_answers_to_definitions_score_0():
+    deep_list = ["x"]
+    for _ in range(100_000):
+        deep_list = [deep_list]
+    kinds = list(definitions.words_of(False))
+    for task in dictionary_questions(5, False):
+        wrong = [w for w in all_words(task) if w not in task.answer]
+        lines = "\n".join(task.context).split("\n")
+        for answer in (None, "", [], {}, 7, True, float("nan"), 10 ** 5_000, [[None]],
+                       kinds, {word: word for word in task.answer}, wrong, "".join(wrong),
+                       deep_list, "a" * 10 ** 6, ["x"] * 10 ** 5, lines, task.context,
+                       task.query, [task.query], tasks.strategy("definitions")):
+            assert reward(task, answer) == 0.0
+        gold = task.answer
+        nested = [[word] for word in gold]
+        for answer in (nested, ", ".join(gold), "\n".join(gold), gold * 2):
+            assert reward(task, answer) == 1.0
+        assert reward(task, [*gold, "Error: no"]) == 2 * len(gold) / (2 * len(gold) + 1)
+    while isinstance(deep_list, list):  # take it apart: freeing it at once may recurse
+        deep_list = deep_list[0]
+
+
+def test_a_child_is_scored_on_its_page():
+    pages = ["ant: an insect\noak: a tree", "saw: a cutter"]
+    task = Task("t", "definitions", 'List the words of class "animal".', pages, ["ant"])
+    for part, answer, score in (
+            (pages[0], ["ant"], 1.0), (pages[0], ["ant", "oak"], 2 / 3),
+            (pages[0], [], 0.0),
+            (pages[1], [], 1.0), (pages[1], ["saw"], 0.0), (pages[1], None, 0.0),
+            (pages[1], {}, 0.0), ("ant: an insect", ["ant"], None), (pages, [], None)):
+        assert tasks.part_score(task, part, answer) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("style", ["full", "brief"])
+def test_the_oracle_reads_every_page_of_definitions(style):
+    for task in [*made("definitions", 3), *dictionary_questions(1, True, 2_500)]:
+        root = play(task, tasks.oracle, style=style)
+        nodes = list(root.walk())
+        assert reward(task, root.answer) == 1.0 and not any(n.errors for n in nodes)
+        assert len(nodes) == 1 + len(task.context)
+        assert all(child.score == 1.0 for child in nodes[1:])
+        blind = replace(task, answer=None, context=None)
+        for node in (Node(), nodes[1]):
+            assert tasks.oracle(task, node) == tasks.oracle(blind, node)
+
+
+def test_scripts_of_definitions_are_mostly_wrong():
+    def script(task, node):
+        return tasks.demonstrate(task, node, random.Random(f"{task.id} {node.path}"))
+
+    roots = [(task, play(task, script)) for task in dictionary_questions(40, True)]
+    scores = [reward(task, root.answer) for task, root in roots]
+    assert 0.1 < sum(scores) / 40 < 0.4 and max(scores) == 1.0
+    assert not any(node.errors for _, root in roots for node in root.walk())
 
 
 @pytest.mark.skipif(not QWEN.exists(), reason="needs the vocabulary of Qwen3")
