@@ -5,7 +5,7 @@ one is about an animal, a plant, a tool or a food has to be read: one of its wor
 among others that say nothing, and the words are too many to be written as code. A print
 shows one note and no more, and a node prints once. So the root has to ask children.
 
-Gold is {note id: kind}. The score is the share of right kinds among all notes that the
+Gold is {name: kind}. The score is the share of right kinds among all notes that the
 answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
 English: a pretrained model knows them, one made from nothing learns them from the scripts.
 Each place has words that no note from there holds in training. In held-out questions all
@@ -19,12 +19,12 @@ from tasks.text import characters, how_many
 __all__ = ["TOOLS"]
 
 STRATEGY = """\
-The context is a dict {note id: text}. Return a dict {note id: kind} of the notes from the \
-place in question, and no others; a kind is animals, plants, tools or foods.
-1. Find the notes from the place with code: each begins with its place.
+The context is a dict {name: words}. Return a dict {name: kind} of the notes from the place \
+in question, and no others; a kind is animals, plants, tools or foods.
+1. Find the notes from the place with code: it is in their names.
 2. Let a child read each of them: rlm_query_batched("Kind? Answer with animals, plants, \
-tools or foods.", [context[i] for i in ids]).
-3. Join ids and answers, and call FINAL with the dict."""
+tools or foods.", [context[i] for i in names]).
+3. Join names and answers, and call FINAL with the dict."""
 
 WORDS = {
     "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider "
@@ -56,14 +56,14 @@ PLACES = (
 
 EVERY = [*KIND, *OTHERS]
 
-TOKENS = 480  # 45 notes
+TOKENS = 387  # 45 notes
 NOTES = (6, 150)  # of a question of the usual length
-NOTE_CHARS = 43  # on average
-WORDS_OF_A_NOTE = (4, 6)
-HERE = (3, 5)  # notes from the place
+NOTE_CHARS = 34.4  # on average
+NOTE_WORDS = 5
+HERE = (2, 4)  # notes from the place
 
 # The longest note can be printed whole. Then one message is left, to answer.
-TINY = {"max_turns": 2, "limits": {"output_chars": 58}}
+TINY = {"max_turns": 2, "limits": {"output_chars": 42}}
 
 
 def is_heldout(place: str, word: str) -> bool:
@@ -83,16 +83,15 @@ def make(rng, tokens=None, heldout=False):
 
     context, gold = {}, {}
     for i in range(number):
-        size = rng.randint(*WORDS_OF_A_NOTE)
         if i in here:
-            where, words = place, rng.sample(OTHERS, size - 1)
+            where, words = place, rng.sample(OTHERS, NOTE_WORDS - 1)
             word = rng.choice([w for w in KIND if is_heldout(place, w) == heldout])
-            words.insert(rng.randrange(size), word)
-            gold[f"n{i}"] = KIND[word]
+            words.insert(rng.randrange(NOTE_WORDS), word)
+            gold[f"{place} {i}"] = KIND[word]
         else:
             where = rng.choice([other for other in PLACES if other != place])
-            words = rng.sample(ANY[where], size)
-        context[f"n{i}"] = f"{where}: {' '.join(words)}."
+            words = rng.sample(ANY[where], NOTE_WORDS)
+        context[f"{where} {i}"] = " ".join(words)
     return f'Sort the notes from "{place}".', context, gold
 
 
@@ -128,17 +127,17 @@ def demonstrate(task, node, rng):
 
 
 def strategy_code(task, node, name: str, guess: str = "") -> str:
-    find = f'ids = [i for i, p in context.items() if "{word_of(task)}" in p]\n'
+    find = f'ids = [i for i in context if "{word_of(task)}" in i]\n'
     ask = "ks = rlm_query_batched('Kind?', [context[i] for i in ids])\n"
     join = "FINAL(dict(zip(ids, ks)))"
     looked = any(turn.role == "assistant" for turn in node.turns)
     if name == "read" and looked and node.depth:
         return block(f'FINAL("{kind_of(node.turns[-1].text)}")')
     if name == "read" and looked:
-        notes = node.turns[-1].text.split(".")[:-1]
-        return block(f"ks = {[kind_of(note) for note in notes]}\n{join}")
+        notes = node.turns[-1].text.split("\n")
+        return block(f"ks = {[kind_of(note) for note in notes if kind_of(note)]}\n{join}")
     if name == "read" and not node.depth:
-        return block(f"{find}print([context[i] for i in ids])")
+        return block(f'{find}print("\\n".join(context[i] for i in ids))')
     return block({
         # a root: children read the notes from the place, or all, or one, or none
         "filter": find + ask + join,
@@ -157,7 +156,7 @@ def oracle(task, node):
 
 
 def first_kind(context, word):
-    return {name: "animals" for name, text in context.items() if word in text}
+    return {name: "animals" for name in context if word in name}
 
 
 def keyword(task, node):
