@@ -5,9 +5,10 @@ tokenizer_config.json) and gives the ids that the reference implementation, the 
 tokenizers, gives. For toy models it can train a small vocabulary of Qwen's kind. Left out:
 Jinja, tool calls, default system prompts, and pre-tokenizers that PATTERNS does not have.
 
-Some vocabularies lack a few of the 256 bytes: SmolLM2's has no token for six control
-characters and for most of the planes of Unicode that are empty so far. As the reference
-does, such a byte is left out of the text without a word, before anything is merged.
+Some vocabularies have no token for some of the 256 bytes. In SmolLM2's these are six
+control characters, and the first bytes of planes 4 to 11 of Unicode, which are empty so
+far. As in the reference, such a byte is left out before anything is merged. So `decode`
+does not give it back.
 
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined; no piece is ever rendered again.

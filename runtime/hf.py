@@ -101,7 +101,8 @@ def _check_directory(path: str) -> None:
                                 "*.safetensors (GGUF is not read)")
     if not os.path.isdir(path):
         line = f"{path}: no such model directory"
-        name_on_the_hub = re.fullmatch(r"(?:([\w-]+)/)?([\w.-]+)", path)
+        name_on_the_hub = re.fullmatch(r"(?:([\w-]+)/)?([\w.-]+)",
+                                       os.path.normpath(path))
         if name_on_the_hub:
             owner, name = name_on_the_hub.groups("OWNER")
             line += f"; to download it: hf download {owner}/{name} --local-dir {name}"

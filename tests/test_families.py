@@ -205,7 +205,8 @@ def texts():
     """2,000, the same each time: the hostile ones, and random ones of many scripts."""
     rng = random.Random(5)
     pieces = ["a", "Zq", "7", "12", " ", "  ", "\n", "'ll", "é", "\u0301", "日本", "한",
-              "\x04", "\x1d", "\U000400a1", "\U000e0067", "😀", "½", "_", "...", "\u00a0", "ſ"]
+              "\x04", "\x1d", "\U000400a1", "\U000e0067", "😀", "½", "_", "...", "\u00a0",
+              "ſ"]
     mixed = ["".join(rng.choices(pieces, k=rng.randrange(30))) for _ in range(900)]
     made = HOSTILE + TEXTS + mixed
     return made + [assigned(random_text(rng)) for _ in range(2000 - len(made))]

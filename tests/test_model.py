@@ -656,6 +656,7 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(saved, dtype):
 @pytest.mark.parametrize("name, advice", [
     ("Qwen/Qwen3-4B", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
     ("Qwen2.5-0.5B", "hf download OWNER/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
+    ("./Qwen3-4B", "hf download OWNER/Qwen3-4B --local-dir Qwen3-4B"),
     ("/no/such/place", None),
 ])
 def test_a_name_that_is_no_directory_comes_with_the_command_that_downloads_it(name, advice):
