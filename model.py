@@ -1,8 +1,9 @@
-"""The Qwen3 decoder, for training and for cached decoding; its log-probabilities; LoRA.
+"""The decoder, for training and for cached decoding; its log-probabilities; LoRA.
 
-A Qwen3 block is Llama's (pre-norm, grouped-query attention, SwiGLU, rotary positions) plus
-an RMSNorm on every query and key head before the rotation, and no biases. Parameters have
-the names of the Hugging Face checkpoints: what was trained loads in transformers or vLLM.
+A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
+(also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
+on every query and key head before the rotation. Parameters have the names of the Hugging
+Face checkpoints: what was trained loads in transformers or vLLM.
 
 The KV cache is not here. Attention hands queries, keys and values to a function `attend`:
 the sampler brings one for its pages, runtime/attention.py has one for rows that are packed
@@ -13,9 +14,9 @@ MLP. The sampler and checkpoints get the sum, computed in float32. A starts unif
 +-1/sqrt(inputs), B at zero; the best learning rate then hardly depends on the rank.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
-checkpoints; runtime/hf.py refuses them by name. Sources: Qwen3 technical report (arXiv
-2505.09388), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), LoRA (2106.09685),
-LoRA Without Regret (Thinking Machines, 2025).
+checkpoints; runtime/hf.py refuses them by name. Sources: Llama (arXiv 2302.13971), Qwen2
+and Qwen3 technical reports (2407.10671, 2505.09388), RoPE (2104.09864), GQA (2305.13245),
+SwiGLU (2002.05202), LoRA (2106.09685), LoRA Without Regret (Thinking Machines, 2025).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head_dim, M width of
 the MLP, V vocabulary, N sampled tokens of a batch, R rank.
@@ -52,6 +53,15 @@ class Qwen3Config:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
+    model_type: str = "qwen3"
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.model_type == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
 
     @classmethod
     def read(cls, path: str) -> "Qwen3Config":
@@ -86,12 +96,14 @@ class Attention(nn.Module):
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.layer = layer
         self.head_dim = E
-        self.q_proj = Linear(D, H * E)
-        self.k_proj = Linear(D, K * E)
-        self.v_proj = Linear(D, K * E)
+        self.q_proj = Linear(D, H * E, config.qkv_bias)
+        self.k_proj = Linear(D, K * E, config.qkv_bias)
+        self.v_proj = Linear(D, K * E, config.qkv_bias)
         self.o_proj = Linear(H * E, D)
-        self.q_norm = RMSNorm(E, config.rms_norm_eps)
-        self.k_norm = RMSNorm(E, config.rms_norm_eps)
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = RMSNorm(E, config.rms_norm_eps)
+            self.k_norm = RMSNorm(E, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope, attend) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -119,10 +131,11 @@ class MLP(nn.Module):
 
 
 class Linear(nn.Linear):
-    """x W^T without bias, plus (alpha / rank) (x A^T) B^T in x's dtype with adapters."""
+    """x W^T, plus a bias in Qwen2's q, k and v, plus (alpha / rank) (x A^T) B^T in x's
+    dtype with adapters. They change no bias."""
 
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias)
         self.register_parameter("lora_A", None)  # R inputs
         self.register_parameter("lora_B", None)  # outputs R
         self.adapter_on = True
@@ -171,7 +184,7 @@ def rotate(x: Tensor, rope) -> Tensor:
 
 
 class Qwen3(nn.Module):
-    """Logits from ids.
+    """Logits from ids, of a Qwen3 or one of its relatives: config.model_type says which.
 
     `recompute` is activation checkpointing: a layer keeps only its input, and the backward
     pass computes the rest again. `rank` is the rank of the adapters, 0 without.
@@ -320,7 +333,7 @@ class Qwen3(nn.Module):
     def load_adapter(self, path: str) -> None:
         """Fill adapters of the same rank from files. Raises like from_pretrained."""
         places = self.adapters()
-        for name, tensor in hf.read_adapter(path, places):
+        for name, tensor in hf.read_adapter(path, places, self.rank, self.alpha):
             place = places[name]
             place.copy_(local_share(tensor.to(place.device), place))
 

@@ -1,9 +1,14 @@
-"""Text and chat messages to token ids and back: Qwen's byte-level BPE, run by tiktoken.
+"""Text and chat messages to token ids and back: byte-level BPE, run by tiktoken.
 
-It reads and writes the Hugging Face files (vocab.json, merges.txt, tokenizer_config.json;
-a lone tokenizer.json is read too) and gives the ids that transformers gives. For toy models
-it can train a small vocabulary of the same kind. Left out: Jinja, tool calls, default
-system prompts, and every pre-tokenizer but Qwen's.
+It reads and writes the Hugging Face files (tokenizer.json, or vocab.json and merges.txt;
+tokenizer_config.json) and gives the ids that the reference implementation, the package
+tokenizers, gives. For toy models it can train a small vocabulary of Qwen's kind. Left out:
+Jinja, tool calls, default system prompts, and pre-tokenizers that PATTERNS does not have.
+
+Some vocabularies have no token for some of the 256 bytes. In SmolLM2's these are six
+control characters, and the first bytes of planes 4 to 11 of Unicode, which are empty so
+far. As in the reference, such a byte is left out before anything is merged. So `decode`
+does not give it back.
 
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined; no piece is ever rendered again.
@@ -20,7 +25,6 @@ hybrid model it is not in these chats:
 - user, reply, user, reply: it puts empty thoughts before the last reply only, and may open
   another reply right after it. Here they come before every reply or none, and none follows.
 """
-import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -30,10 +34,9 @@ from pathlib import Path
 
 import tiktoken
 
-from runtime.files import read_json, write_json, write_text
-
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+from runtime import bpe_files
+from runtime.bpe_files import PATTERNS
+from runtime.files import write_json
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDOFTEXT, IM_START, IM_END = MARKERS
@@ -42,9 +45,6 @@ NO_THINKING = "<think>\n\n</think>\n\n"  # the empty thoughts of a hybrid model
 CHATML = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n'"
           " + message.content + '<|im_end|>\\n' }}{%- endfor %}"
           "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
-
-SUPPORTED = ("Qwen2Tokenizer", "Qwen2TokenizerFast",
-             "PreTrainedTokenizerFast", "TokenizersBackend")  # these two name no format
 
 # tiktoken panics on a million blanks in a row, so runs of blanks are cut long before that.
 RUN = 1 << 16
@@ -58,37 +58,51 @@ BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(HI
 
 
 class Tokenizer:
-    """Byte-level BPE with Qwen's pattern.
+    """Byte-level BPE.
 
     `vocab` maps tokens, spelled as in the files, to ids; `merges` are pairs of tokens;
-    `config` is tokenizer_config.json. Raises ValueError: one line, beginning with `source`.
+    `config` is tokenizer_config.json; `cut` names one of PATTERNS, and `nfc` says whether
+    text is normalised first. Raises ValueError: one line, beginning with `source`.
 
     vocab_size: the highest id + 1 (a model may have more rows than that: padding).
     end_of_turn, stop_ids: <|im_end|>; and all ids with which the checkpoint ends a turn.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], config: dict,
-                 source: str = "tokenizer", thinking: bool = False):
+                 source: str = "tokenizer", thinking: bool = False, cut: str = "qwen",
+                 nfc: bool = True):
         added = _added_tokens(config, source)
         # Some files list the added tokens twice.
         vocab = {token: i for token, i in vocab.items() if token not in added}
         _check_ids(vocab, merges, added, source)
         self.vocab, self.merges, self.config, self.special = vocab, merges, config, added
+        self.cut, self.nfc, self.source = cut, nfc, source
+        self.vocab_size = max([*vocab.values(), *added.values()]) + 1
 
-        # All added tokens: the reference matches those not flagged special (<think>), too.
         ranks = {bytes(BYTES[c] for c in token): i for token, i in vocab.items()}
+        # tiktoken needs all bytes. Those without a token get ids that no text keeps.
+        self._missing = bytes(b for b in BYTES.values() if bytes([b]) not in ranks)
+        stand_ins = {bytes([b]): self.vocab_size + b for b in self._missing}
+        # All added tokens: the reference matches those not flagged special (<think>), too.
         self._bpe = tiktoken.Encoding(
-            name=source, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=added)
+            name=source, pat_str=PATTERNS[cut], mergeable_ranks=ranks | stand_ins,
+            special_tokens=added)
         self._bytes = {i: token for token, i in ranks.items()}
         self._bytes |= {i: token.encode() for token, i in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
-        self.vocab_size = max([*vocab.values(), *added.values()]) + 1
-        self.stop_ids = (added[IM_END], added[ENDOFTEXT])
         self.end_of_turn = added[IM_END]
+        self.stop_ids = tuple(added[m] for m in (IM_END, ENDOFTEXT) if m in added)
 
-        template = str(config.get("chat_template"))
+        template = str(config.get("chat_template") or CHATML)
+        if IM_START not in template:
+            raise ValueError(f"{source}: the chat_template beside it is not ChatML (it has "
+                             f"no {IM_START}), which alone is supported")
+        bos = config.get("bos_token")
+        bos = bos.get("content") if isinstance(bos, dict) else bos
+        # A template that does not name bos_token begins with a message.
+        self._bos = [added[bos]] if "bos_token" in template and bos in added else []
         reply = f"{IM_START}assistant\n"
         opens_thought = reply.replace("\n", "\\n") + "<think>"  # as a template spells it
         if "<think>" in added and "enable_thinking" in template:
@@ -99,48 +113,27 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, dir: str | Path, thinking: bool = False) -> "Tokenizer":
-        """Read a checkpoint directory: vocab.json and merges.txt, else tokenizer.json; and
-        from config.json and generation_config.json, if they exist, which ids end a turn.
+        """Read a checkpoint directory: tokenizer.json, else vocab.json and merges.txt of a
+        Qwen; and from config.json and generation_config.json, if they exist, which ids end
+        a turn.
 
         Raises FileNotFoundError or ValueError: one line that names the file and the fault.
         """
         dir = Path(dir)
         if not dir.is_dir():
             raise FileNotFoundError(f"{dir}: no such directory")
-        vocab_file, merges_file = dir / "vocab.json", dir / "merges.txt"
-        config_file, fast_file = dir / "tokenizer_config.json", dir / "tokenizer.json"
-        two_files = vocab_file.exists() and merges_file.exists()
-        fast = fast_file.exists()
-        if not two_files and not fast:
-            files = "vocab.json and merges.txt, or tokenizer.json"
-            raise FileNotFoundError(f"{dir}: needs {files}")
-
-        config = _read_object(config_file) if config_file.exists() or not fast else {}
-        kind = config.get("tokenizer_class") or "Qwen2Tokenizer"
-        if kind not in SUPPORTED:
-            raise ValueError(f"{config_file}: {kind} is not supported, only Qwen2Tokenizer")
-        template_file = dir / "chat_template.jinja"  # where newer checkpoints keep it
-        if template_file.exists():
-            config["chat_template"] = template_file.read_text(encoding="utf-8")
-
-        if not two_files or (fast and "added_tokens_decoder" not in config):
-            vocab, merges, added = _read_fast(fast_file)
-            config["added_tokens_decoder"] = added | config.get("added_tokens_decoder", {})
-        if two_files:
-            vocab, merges = _read_object(vocab_file), _read_merges(merges_file)
-        source = vocab_file if two_files else fast_file
-        tokenizer = cls(vocab, merges, config, str(source), thinking)
-        tokenizer._read_model_files(dir, source)
+        tokenizer = cls(**bpe_files.read(dir), thinking=thinking)
+        tokenizer._read_model_files(dir)
         return tokenizer
 
-    def _read_model_files(self, dir: Path, source: Path) -> None:
+    def _read_model_files(self, dir: Path) -> None:
         """Which ids end a turn; and check that the model has a row for each id."""
         for path in (dir / "config.json", dir / "generation_config.json"):
-            raw = _read_object(path) if path.exists() else {}
+            raw = bpe_files.read_object(path) if path.exists() else {}
             rows = raw.get("vocab_size", self.vocab_size)
             if type(rows) is not int or rows < self.vocab_size:
                 highest = self.vocab_size - 1
-                raise ValueError(f"{source} and tokenizer_config.json have ids up to "
+                raise ValueError(f"{self.source} and tokenizer_config.json have ids up to "
                                  f"{highest}, {path} has vocab_size {rows!r:.40}")
 
             ends = raw.get("eos_token_id")
@@ -155,12 +148,8 @@ class Tokenizer:
         """Write what `from_pretrained` and transformers read."""
         dir = Path(dir)
         dir.mkdir(parents=True, exist_ok=True)
-        merges = "".join(f"{a} {b}\n" for a, b in self.merges)
-        config = self.config | {"tokenizer_class": "Qwen2Tokenizer"}
-        write_text(dir / "vocab.json", json.dumps(self.vocab, ensure_ascii=False))
-        write_text(dir / "merges.txt", "#version: 0.2\n" + merges)
+        bpe_files.write(dir, self.vocab, self.merges, self.config, self.cut, self.nfc)
         write_json(dir / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
-        write_json(dir / "tokenizer_config.json", config)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -183,8 +172,8 @@ class Tokenizer:
         return cls({token: i for i, token in enumerate(tokens)}, merges, config)
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """The ids of NFC-normalised text; a lone surrogate is encoded as U+FFFD. Text that
-        spells a special token stays text unless `allow_special`."""
+        """The ids of a text; a lone surrogate is encoded as U+FFFD. Text that spells a
+        special token stays text unless `allow_special`."""
         ids = []
         if allow_special:
             # Split first: normalising would join a marker's ">" with a combining stroke.
@@ -192,11 +181,22 @@ class Tokenizer:
                 ids += [self.special[part]] if part in self.special else self.encode(part)
             return ids
 
-        for part in LONG_RUN.split(_normalise(text)):
+        for part in LONG_RUN.split(_normalise(text, self.nfc)):
             step = RUN if part.isspace() else max(1, len(part))
             for i in range(0, len(part), step):
-                ids += self._bpe.encode_ordinary(part[i:i + step])
+                ids += self._encode(part[i:i + step])
         return ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._bpe.encode_ordinary(text)
+        if not self._missing or max(ids, default=0) < self.vocab_size:
+            return ids
+        # A byte is left out after the text is cut, and before its neighbours are merged.
+        import regex  # comes with tiktoken; the standard library's re has no \p{L}
+
+        words = regex.findall(PATTERNS[self.cut], text)
+        kept = [word.encode().translate(None, self._missing) for word in words]
+        return [i for word in kept if word for i in self._bpe._encode_single_piece(word)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens spelled out. It takes whatever a model samples:
@@ -207,7 +207,7 @@ class Tokenizer:
     def open(self, system: str, user: str) -> list[int]:
         """A chat up to where the assistant's first turn begins; `system` may be empty."""
         head = self._message("system", system) if system else []
-        return head + self._message("user", user) + self._reply
+        return self._bos + head + self._message("user", user) + self._reply
 
     def observe(self, text: str, closed: bool) -> list[int]:
         """What follows a sampled turn: the user says `text`, the assistant is to reply.
@@ -249,7 +249,7 @@ def _added_tokens(config: dict, source: str) -> dict[str, int]:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{source}: added_tokens_decoder in tokenizer_config.json is "
                          "missing or malformed") from None
-    missing = [marker for marker in MARKERS if marker not in added]
+    missing = [marker for marker in (IM_START, IM_END) if marker not in added]
     if missing:
         raise ValueError(f"{source}: no {', '.join(missing)} among the added tokens "
                          "in tokenizer_config.json")
@@ -263,19 +263,21 @@ def _check_ids(vocab: dict, merges: list, added: dict, source: str) -> None:
     if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
         raise ValueError(f"{source}: ids are not distinct non-negative integers")
 
-    for part in [*BYTES, *(token for a, b in merges for token in (a, b, a + b))]:
+    for part in (token for a, b in merges for token in (a, b, a + b)):
         if part not in vocab:
-            raise ValueError(f"{source}: {part!r} is a byte or in a merge, but has no id")
+            raise ValueError(f"{source}: {part!r} is in a merge, but has no id")
 
+    # Llama 3's files have several merges for one token, side by side.
     order = [vocab[a + b] for a, b in merges]
-    if len(vocab) != 256 + len(merges) or any(a >= b for a, b in zip(order, order[1:])):
-        raise ValueError(f"{source}: ids are not ranks (256 bytes, then one id per merge)")
+    made = set(vocab) - set(BYTES)
+    if made != {a + b for a, b in merges} or order != sorted(order):
+        raise ValueError(f"{source}: ids are not ranks (bytes, then one id per merge)")
 
 
-def _normalise(text: str) -> str:
+def _normalise(text: str, nfc: bool = True) -> str:
     # Through UTF-16: surrogate pairs become their character, lone surrogates U+FFFD.
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return unicodedata.normalize("NFC", text)
+    return unicodedata.normalize("NFC", text) if nfc else text
 
 
 def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
@@ -285,7 +287,7 @@ def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
     Ties go to the lower ids, so the order of the texts does not matter."""
     import regex  # comes with tiktoken; the standard library's re has no \p{L}
 
-    cut, counts = regex.compile(PATTERN), Counter()
+    cut, counts = regex.compile(PATTERNS["qwen"]), Counter()
     for text in texts:
         counts.update(cut.findall(_normalise(text)))
     byte_id = {b: i for i, b in enumerate(BYTES.values())}
@@ -317,43 +319,3 @@ def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
                     word[i:i + 2] = [len(tokens) - 1]
             count(index, 1)
     return tokens, merges
-
-
-def _read_object(path: Path) -> dict:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    merges = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        if line and not line.startswith("#version"):
-            merges.append(tuple(line.split(" ")))
-            if len(merges[-1]) != 2:
-                raise ValueError(f"{path}: {line!r} is not a pair")
-    return merges
-
-
-def _read_fast(path: Path) -> tuple[dict, list[tuple[str, str]], dict]:
-    """Returns vocab, merges and added_tokens_decoder of a tokenizer.json."""
-    data = _read_object(path)
-    try:
-        model, cutter = data["model"], data.get("pre_tokenizer") or {}
-        kind = model.get("type", "BPE")
-        vocab = dict(model["vocab"]) if kind == "BPE" else {}
-        # Older files spell a merge as "a b", newer ones as ["a", "b"].
-        merges = model.get("merges", [])
-        merges = [tuple(m.split(" ") if type(m) is str else m) for m in merges]
-        added = {str(token.pop("id")): token for token in data["added_tokens"]}
-        steps = cutter.get("pretokenizers", [cutter])
-        cuts = [s["pattern"].get("Regex") for s in steps if s.get("type") == "Split"]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"{path}: no readable model and added_tokens in it") from None
-
-    if kind != "BPE" or any(len(m) != 2 for m in merges):
-        raise ValueError(f"{path}: {kind} is not supported, only BPE with pairs as merges")
-    if cutter and cuts != [PATTERN]:
-        raise ValueError(f"{path}: its pre_tokenizer does not cut by Qwen's pattern")
-    return vocab, merges, added

@@ -25,24 +25,28 @@ SHARD_BYTES = 4 << 30  # a checkpoint is written in files of at most this size
 STORED = ("BF16", "F16", "F32")  # what the tensors of a checkpoint may be
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")
+FAMILIES = {  # model_type -> its class in transformers
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 # --- config.json --------------------------------------------------------------------------
 
 def read_config(path: str) -> dict[str, Any]:
-    """The fields of a dense Qwen3's config.json, checked. A field that is null is left out.
+    """The fields of config.json that model.py uses, checked, and others. A field that is
+    null is left out.
 
     Raises FileNotFoundError, or ValueError with one line that names the file and the field.
     """
-    directory = os.path.dirname(path)
-    if not os.path.isdir(directory or "."):
-        raise FileNotFoundError(f"{directory}: no such model directory")
+    _check_directory(os.path.dirname(path) or ".")
     raw = read_json(path)
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind != "qwen3":
-        raise ValueError(f"{path}: model_type is {kind!r}; only 'qwen3' (dense) is "
-                         "supported")
+    if kind not in FAMILIES:
+        raise ValueError(f"{path}: model_type is {kind!r:.80}; supported are dense models "
+                         f"of {', '.join(FAMILIES)}")
     raw = {field: value for field, value in raw.items() if value is not None}
 
     if raw.get("quantization_config"):
@@ -53,8 +57,13 @@ def read_config(path: str) -> dict[str, Any]:
     layers = raw.get("layer_types") or ["full_attention"]
     if not isinstance(layers, list) or set(map(str, layers)) != {"full_attention"}:
         raise ValueError(f"{path}: layer_types: only full attention is supported")
-    if raw.get("attention_bias") or raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path}: attention_bias or hidden_act is not that of a Qwen3")
+    for field in ("attention_bias", "mlp_bias"):
+        if raw.get(field):
+            raise ValueError(f"{path}: {field}: the only biases supported are those of "
+                             "qwen2, on q, k and v")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act {raw['hidden_act']!r:.40} is not supported, "
+                         "only 'silu'")
 
     for field in ("rope_scaling", "rope_parameters"):
         rope = raw.get(field, {})
@@ -85,14 +94,37 @@ def read_config(path: str) -> dict[str, Any]:
     return raw
 
 
+def _check_directory(path: str) -> None:
+    """Raise FileNotFoundError, with advice, for what holds no config.json."""
+    if os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: a file; a model is a directory with {CONFIG} and "
+                                "*.safetensors (GGUF is not read)")
+    if not os.path.isdir(path):
+        line = f"{path}: no such model directory"
+        name_on_the_hub = re.fullmatch(r"(?:([\w-]+)/)?([\w.-]+)",
+                                       os.path.normpath(path))
+        if name_on_the_hub:
+            owner, name = name_on_the_hub.groups("OWNER")
+            line += f"; to download it: hf download {owner}/{name} --local-dir {name}"
+        raise FileNotFoundError(line)
+
+    if os.path.exists(os.path.join(path, CONFIG)):
+        return
+    line = f"{os.path.join(path, CONFIG)}: missing"
+    others = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
+    if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):
+        line += f"; with {ADAPTER_CONFIG} this is an adapter, not a model"
+    elif others:
+        line += f"; {os.path.join(path, others[0])} is GGUF, which is not read"
+    raise FileNotFoundError(line)
+
+
 def config_json(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """What config.json holds: `fields`, and the constants that other readers ask for."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [FAMILIES[fields["model_type"]]],
         **fields,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
         "rope_scaling": None,
@@ -152,8 +184,17 @@ def write_weights(path: str, tensors: Iterable[tuple[str, Tensor]], sizes: dict[
 # --- adapters -----------------------------------------------------------------------------
 # What we call NAME.lora_A, PEFT calls base_model.model.NAME.lora_A.weight.
 
-def read_adapter(path: str, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of each of the `wanted` adapters. Raises like read_weights."""
+def read_adapter(path: str, wanted: dict[str, Tensor], rank: int,
+                 alpha: float) -> Iterator[tuple[str, Tensor]]:
+    """(our name, tensor) of each of the `wanted` adapters. Raises like read_weights, also
+    if the files are of another rank or alpha."""
+    file = os.path.join(path, ADAPTER_CONFIG)
+    raw = read_json(file)
+    for field, value in (("r", rank), ("lora_alpha", alpha)):
+        found = raw.get(field) if isinstance(raw, dict) else None
+        if found != value:
+            raise ValueError(f"{file}: {field} is {found!r:.40}, the model's adapters have "
+                             f"{value}")
     names = {f"base_model.model.{name}.weight": name for name in wanted}
     places = {theirs: wanted[name] for theirs, name in names.items()}
     for theirs, tensor in read_tensors([os.path.join(path, ADAPTER)], places, path):
@@ -223,7 +264,7 @@ def read_tensors(files: list[str], wanted: dict[str, Tensor], path: str,
 
 def _check(files: list[str], wanted: dict[str, Tensor], path: str,
            ignored: set[str]) -> None:
-    found, misfits, others = set(), [], []
+    found, misfits, others = set(), defaultdict(set), []
     for file in files:
         with _open(file) as tensors:
             names = set(tensors.keys()) - ignored
@@ -236,16 +277,18 @@ def _check(files: list[str], wanted: dict[str, Tensor], path: str,
                 shape, stored = tuple(header.get_shape()), header.get_dtype()
                 want = tuple(wanted[name].shape)
                 if shape != want:
-                    misfits.append(f"{file}: {name} has shape {shape}, the config says "
-                                   f"{want}")
+                    fault = f"has shape {shape}, the model has {want}"
+                    misfits[file, fault].add(name)
                 elif stored not in STORED:
-                    misfits.append(f"{file}: {name} is {stored}, supported are "
-                                   f"{', '.join(STORED)}")
+                    fault = f"is {stored}, supported are {', '.join(STORED)}"
+                    misfits[file, fault].add(name)
     missing = set(wanted) - found
     if missing:
         others.append(f"{path}: missing {_one_line(missing)}")
-    if misfits or others:
-        raise ValueError("; ".join(sorted(misfits) + others))
+    lines = [f"{file}: {_one_line(names)} {fault}"
+             for (file, fault), names in sorted(misfits.items())]
+    if lines or others:
+        raise ValueError("; ".join(lines + others))
 
 
 def _open(file: str):

@@ -56,8 +56,12 @@ class Plan:
     @property
     def layer_parameters(self) -> int:
         D, H, K, M = self.widths
-        norms = 2 * D + 2 * self.config.head_dim
-        return 2 * D * H + 2 * D * K + 3 * D * M + norms
+        vectors = 2 * D
+        if self.config.qk_norm:
+            vectors += 2 * self.config.head_dim
+        if self.config.qkv_bias:
+            vectors += H + 2 * K
+        return 2 * D * H + 2 * D * K + 3 * D * M + vectors
 
     @property
     def table_parameters(self) -> int:
@@ -139,7 +143,10 @@ class Plan:
         layers, vocabulary = self.config.num_hidden_layers, self.config.vocab_size
         D, H, K, M = self.widths
         # An RMSNorm keeps its input in float32; if its weight is trained, also the result.
-        norms = (4 if self.rank else 8) * (2 * D + H + K)
+        normed = 2 * D
+        if self.config.qk_norm:
+            normed += H + K
+        norms = (4 if self.rank else 8) * normed
         # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
         layer = self.row * (norms + self.element * (2 * D + 2 * H + 2 * K + 4 * M))
         kept = layers * layer

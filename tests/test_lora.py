@@ -175,9 +175,21 @@ def test_adapters_are_saved_and_loaded(rank, tmp_path):
     other = build().add_lora(rank, 32.0, seed=9)
     other.load_adapter(tmp_path)
     assert torch.equal(logits(other), logits(model))
-    wrong = build().add_lora(rank + 1, 32.0)
-    with pytest.raises(ValueError, match=r"lora_A.weight has shape"):
-        wrong.load_adapter(tmp_path)
+
+
+def test_adapters_of_another_model_rank_or_alpha_are_refused(tmp_path):
+    adapted(2).save_adapter(tmp_path, "base")
+    wider = build("wide heads, untied").add_lora(2, 32.0)
+    deeper = build(num_hidden_layers=4).add_lora(2, 32.0)
+    for model, file, words in (
+            (wider, "adapter_model.safetensors", "lora_B.weight has shape"),
+            (deeper, "", "missing base_model.model.model.layers.3.mlp"),
+            (build().add_lora(3, 32.0), "adapter_config.json", "r is 2"),
+            (build().add_lora(2, 8.0), "adapter_config.json", "lora_alpha is 32.0")):
+        with pytest.raises(ValueError) as caught:
+            model.load_adapter(tmp_path)
+        line = str(caught.value)
+        assert str(tmp_path / file) in line and words in line and "\n" not in line
 
 
 def test_a_saved_model_has_its_adapters_merged(tmp_path):

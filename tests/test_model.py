@@ -113,7 +113,7 @@ def slow_attention(queries, keys, values):
 
 
 def slow_logits(weights, c, ids):
-    """Qwen3 for one row, by token and head, in float64, from the weights' names."""
+    """For one row, by token and head, in float64, from the weights' names."""
     w = {name: weight.double() for name, weight in weights.items()}
     eps, E = c.rms_norm_eps, c.head_dim
     xs = [w["model.embed_tokens.weight"][i] for i in ids]
@@ -123,13 +123,17 @@ def slow_logits(weights, c, ids):
         queries, keys, values = [], [], []
         for t, x in enumerate(xs):
             x = slow_norm(x, w[at + "input_layernorm.weight"], eps)
-            q = (w[attention + "q_proj.weight"] @ x).split(E)
-            k = (w[attention + "k_proj.weight"] @ x).split(E)
-            q = [slow_norm(head, w[attention + "q_norm.weight"], eps) for head in q]
-            k = [slow_norm(head, w[attention + "k_norm.weight"], eps) for head in k]
+            q, k, v = (w[f"{attention}{name}_proj.weight"] @ x for name in "qkv")
+            if c.model_type == "qwen2":
+                q, k, v = (y + w[f"{attention}{name}_proj.bias"]
+                           for name, y in zip("qkv", (q, k, v)))
+            q, k, v = (y.split(E) for y in (q, k, v))
+            if c.model_type == "qwen3":
+                q = [slow_norm(head, w[attention + "q_norm.weight"], eps) for head in q]
+                k = [slow_norm(head, w[attention + "k_norm.weight"], eps) for head in k]
             queries.append([slow_rope(head, t, c.rope_theta) for head in q])
             keys.append([slow_rope(head, t, c.rope_theta) for head in k])
-            values.append((w[attention + "v_proj.weight"] @ x).split(E))
+            values.append(v)
         for t, out in enumerate(slow_attention(queries, keys, values)):
             x = xs[t] + w[attention + "o_proj.weight"] @ out
             y = slow_norm(x, w[at + "post_attention_layernorm.weight"], eps)
@@ -141,9 +145,10 @@ def slow_logits(weights, c, ids):
     return torch.stack([head @ slow_norm(x, w["model.norm.weight"], eps) for x in xs])
 
 
+@pytest.mark.parametrize("family", hf.FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_the_definition_written_out_in_loops(shape):
-    model = build(shape)
+def test_logits_are_those_of_the_definition_written_out_in_loops(shape, family):
+    model = build(shape, model_type=family)
     ids = some_ids(model)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     with torch.no_grad():
@@ -365,9 +370,10 @@ def saved(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("family", hf.FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_was_saved_is_loaded(shape, tmp_path):
-    model = build(shape)
+def test_what_was_saved_is_loaded(shape, family, tmp_path):
+    model = build(shape, model_type=family)
     model.save_pretrained(tmp_path)
     back = Qwen3.from_pretrained(tmp_path)
     assert back.config == model.config and same(back, model)
@@ -580,7 +586,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize("field, value", [
-    *(("model_type", kind) for kind in ("qwen3_moe", "qwen2", "qwen3_5", "llama")),
+    *(("model_type", kind) for kind in ("qwen3_moe", "qwen3_5", "gemma3", "mistral")),
     ("quantization_config", {"quant_method": "fp8"}),
     ("quantization_config", {"quant_method": "gptq", "bits": 4}),
     ("use_sliding_window", True),
@@ -588,6 +594,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     ("layer_types", "sliding_attention"),
     ("layer_types", [{}]),
     ("attention_bias", True),
+    ("mlp_bias", True),
     ("hidden_act", "gelu"),
     ("rope_scaling", YARN),
     ("rope_scaling", {"type": "linear", "factor": 2.0}),
@@ -606,7 +613,7 @@ def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     line = refusal(saved)
     assert str(saved / "config.json") in line and field in line
     if field == "model_type":
-        assert value in line and "only 'qwen3'" in line
+        assert value in line and "llama, qwen2, qwen3" in line
 
 
 def test_rope_scaling_is_refused_beside_default_rope_parameters(saved):
@@ -629,7 +636,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path, monkeypatch):
     edit(gate, {"model.layers.0.mlp.gate_proj.weight": torch.ones(2, 2),
                 "extra.weight": torch.ones(1)})
     line = refusal(tmp_path)
-    for words in (f"{norm}: model.norm.weight has shape (25,), the config says (24,)",
+    for words in (f"{norm}: model.norm.weight has shape (25,), the model has (24,)",
                   f"{gate}: model.layers.0.mlp.gate_proj.weight has shape (2, 2)",
                   f"{norm}: unexpected model.layers.0.self_attn.q_proj.bias",
                   f"{gate}: unexpected extra.weight",
@@ -644,6 +651,18 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(saved, dtype):
     line = refusal(saved)
     assert str(saved / WEIGHTS) in line and "model.norm.weight" in line
     assert "supported are BF16, F16, F32" in line
+
+
+@pytest.mark.parametrize("name, advice", [
+    ("Qwen/Qwen3-4B", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
+    ("Qwen2.5-0.5B", "hf download OWNER/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
+    ("./Qwen3-4B", "hf download OWNER/Qwen3-4B --local-dir Qwen3-4B"),
+    ("/no/such/place", None),
+])
+def test_a_name_that_is_no_directory_comes_with_the_command_that_downloads_it(name, advice):
+    line = refusal(name)
+    assert line.startswith(f"{name}: no such model directory")
+    assert line.endswith(f"to download it: {advice}" if advice else "directory")
 
 
 def test_a_missing_directory_head_or_shard_is_named(tmp_path, monkeypatch):
@@ -663,3 +682,15 @@ def test_a_gguf_file_is_no_checkpoint(saved):
     (saved / WEIGHTS).rename(saved / "model-q4.gguf")
     line = refusal(saved)
     assert str(saved / "model-q4.gguf") in line and "only those are read" in line
+    line = refusal(saved / "model-q4.gguf")
+    assert line.startswith(f"{saved / 'model-q4.gguf'}: a file") and "GGUF" in line
+    (saved / "config.json").unlink()
+    line = refusal(saved)
+    assert line.startswith(f"{saved / 'config.json'}: missing")
+    assert str(saved / "model-q4.gguf") in line
+
+
+def test_an_adapter_is_no_checkpoint(tmp_path):
+    build().add_lora(1, 32.0).save_adapter(tmp_path, "base")
+    line = refusal(tmp_path)
+    assert str(tmp_path / "config.json") in line and "adapter_config.json" in line

@@ -9,6 +9,7 @@ import torch
 import train
 from model import Qwen3, Qwen3Config
 from runtime import plan
+from runtime.hf import FAMILIES
 from runtime.plan import Plan
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
@@ -41,10 +42,11 @@ def test_qwen3_4b_by_hand():
     assert lora.token_bytes == 147_456
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rank", [0, 1, 16])
-def test_it_counts_the_parameters_that_there_are(rank, tied):
-    config = replace(SMALL, tie_word_embeddings=tied)
+def test_it_counts_the_parameters_that_there_are(rank, tied, family):
+    config = replace(SMALL, tie_word_embeddings=tied, model_type=family)
     model = Qwen3(config)
     if rank:
         model.add_lora(rank, 32.0)
@@ -72,13 +74,14 @@ def saved_by_autograd(config, dtype, rank):
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank, dtype", [
     (0, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-def test_what_a_forward_pass_keeps_is_what_autograd_saves(rank, dtype):
+def test_what_a_forward_pass_keeps_is_what_autograd_saves(rank, dtype, family):
     """The bytes of two layers: the difference between models of three layers and of one."""
     saved, planned = [], []
     for layers in (1, 3):
-        config = replace(SMALL, num_hidden_layers=layers)
+        config = replace(SMALL, num_hidden_layers=layers, model_type=family)
         saved.append(saved_by_autograd(config, dtype, rank))
         without_head = replace(config, vocab_size=1)
         planned.append(of(without_head, rank=rank, element=dtype.itemsize, row=512,

@@ -4,11 +4,13 @@ import random
 import shutil
 import time
 import unicodedata
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from tokenizer import CHATML, MARKERS, NO_THINKING, PATTERN, RUN, Tokenizer
+from runtime.bpe_files import STEPS
+from tokenizer import CHATML, MARKERS, NO_THINKING, RUN, Tokenizer
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,
@@ -278,11 +280,11 @@ def test_save_and_load(tiny, tmp_path):
 
 def fast_json(tok, pairs=False):
     merges = [list(merge) if pairs else " ".join(merge) for merge in tok.merges]
-    steps = [{"type": "Split", "pattern": {"Regex": PATTERN}}, {"type": "ByteLevel"}]
     decoder = tok.config["added_tokens_decoder"]
     return {"model": {"type": "BPE", "vocab": dict(tok.vocab), "merges": merges},
             "added_tokens": [{"id": int(i)} | entry for i, entry in decoder.items()],
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": deepcopy(STEPS["qwen"])}}
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -354,6 +356,11 @@ def reverse_merges(folder, tok):
     (folder / "merges.txt").write_text("\n".join(reversed(lines)), encoding="utf-8")
 
 
+def with_config(**changes):
+    return lambda folder, tok: (folder / "tokenizer_config.json").write_text(
+        json.dumps(tok.config | changes))
+
+
 def share_an_id(folder, tok):
     (folder / "vocab.json").write_text(json.dumps(tok.vocab | {"!": 5}))
 
@@ -381,14 +388,21 @@ def share_an_id(folder, tok):
     (put("config.json", {"eos_token_id": {"id": 3}}), "config.json list of ids"),
     (put("generation_config.json", {"eos_token_id": [1, None]}), "generation_config.json"),
     (put("config.json", {"vocab_size": 399}), "vocab.json config.json ids up to 399"),
+    (with_config(chat_template="<s>{{ messages }}"), "vocab.json chat_template ChatML"),
+    (with_config(tokenizer_class="GPT2Tokenizer"), "GPT2Tokenizer without tokenizer.json"),
     (fast(lambda d: d["model"].update(type="Unigram", vocab=[["a", 0.5]])), "Unigram"),
     (fast(lambda d: d.pop("model")), "tokenizer.json model"),
     (fast(lambda d: d["model"].update(merges=[["a"]])), "tokenizer.json pairs"),
     (fast(lambda d: d["model"].pop("merges")), "tokenizer.json not ranks"),
     (fast(lambda d: d.pop("added_tokens")), "tokenizer.json added_tokens"),
-    (fast(lambda d: d["pre_tokenizer"]["pretokenizers"].pop(0)), "tokenizer.json pattern"),
+    (fast(lambda d: d["model"].update(byte_fallback=True)), "tokenizer.json byte_fallback"),
+    (fast(lambda d: d.update(normalizer={"type": "Lowercase"})), "normalizer Lowercase"),
+    (fast(lambda d: d["pre_tokenizer"]["pretokenizers"].pop(0)), "pre_tokenizer ByteLevel"),
     (fast(lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="x")),
-     "tokenizer.json pattern"),
+     "tokenizer.json pre_tokenizer 'x'"),
+    (fast(lambda d: d.update(pre_tokenizer={"type": "Metaspace"})), "Metaspace"),
+    (fast(lambda d: d.update(pre_tokenizer=3)), "tokenizer.json pre_tokenizer 3"),
+    (fast(lambda d: d.pop("pre_tokenizer")), "tokenizer.json pre_tokenizer None"),
 ])
 def test_broken_directories_are_named_in_one_line(tiny, tmp_path, breaking, words):
     folder = tmp_path / "model"

