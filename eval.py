@@ -340,8 +340,11 @@ def read_flags() -> argparse.Namespace:
     add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
         "(default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
-    add("--split", choices=("heldout", "train"), help="questions kept from training, or "
-        "those of training (default: heldout; all of --data)")
+    add("--split", default="heldout", choices=("heldout", "train", "all"),
+        help="questions kept from training, those of training, or all rows of --data "
+        "(default: heldout)")
+    add("--strict", action="store_true", help="refuse a --data file with rows that cannot "
+        "be used (default: they are left out)")
     add("--n", type=int, help="questions per kind and length (default 128, or the file's)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
     add("--reward", help="file.py or file.py:function that scores in place of the task")

@@ -547,7 +547,8 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
-        return *tasks.split(tasks.read(config.data, config.task)), {}
+        questions = tasks.read(config.data, config.task, config.strict)
+        return *tasks.split(questions), {}
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
     if hasattr(kind, "TOKENS"):

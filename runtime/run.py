@@ -34,6 +34,8 @@ class RunConfig:
     seed: int = flag(0, "seed of weights, questions and sampling", common=True)
     model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
+    strict: bool = flag(
+        False, "refuse a --data file with rows that cannot be used; else they are left out")
     task: str = flag(
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
             "notes, and evidence with --data", common=True)
@@ -55,7 +57,7 @@ class RunConfig:
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox recompute micro_tokens").split()
+              "eval_every sandbox recompute micro_tokens strict").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")

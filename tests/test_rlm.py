@@ -246,6 +246,57 @@ def test_only_complete_blocks_are_code(text, blocks):
     assert parse(text) == blocks
 
 
+@pytest.mark.parametrize("text, blocks", [
+    # The fences of a thought are no code; what follows the thought is.
+    ("<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", ["b\n"]),
+    ("<think>\n```repl\na\n```\n</think>\n\nDone.", []),
+    ("<think>\n```repl\na\n```\n", []),  # it does not end
+    ("```repl\na\n```\n<think>\n```repl\nb\n```\n", ["a\n"]),
+    # The prompt opened the thought, so the message only ends it.
+    ("so\n```repl\na\n```\n</think>\n```repl\nb\n```\n", ["b\n"]),
+    ("a</think>\n```repl\nb\n```\n<think>```repl\nc\n```\n</think>\n```repl\nd\n```",
+     ["d\n"]),
+    ("```repl\nx = '<think>'\n```\n```repl\ny\n```", ["x = '<think>'\n", "y\n"])])
+def test_what_is_in_a_thought_is_no_code(text, blocks):
+    assert parse(text) == blocks
+    assert parse(text, in_thought=True) == ("</think>" in text) * blocks
+
+
+class Thinker:
+    """A tokenizer of a model that always thinks: its prompt opens each thought."""
+    opens_thought, end_of_turn = True, 0
+
+    def open(self, system, user):
+        return [1]
+
+    def observe(self, text, closed):
+        return [1]
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_a_model_that_always_thinks_acts_when_its_thought_has_ended():
+    policy = Script({(): ["maybe\n" + block("FINAL('in the thought')"),
+                          "yes</think>\n" + block("FINAL(llm_query('x'))")],
+                     (0,): "well ...</think>\n\nright"}, Thinker())
+    root = asyncio.run(rollout(task(), policy, Thinker(), RLMConfig()))
+    assert (root.answer, root.errors) == ("right", [0])
+    silent = Script({(): block("FINAL(llm_query('x'))")}, Thinker())
+    assert asyncio.run(rollout(task(), silent, Thinker(), RLMConfig(max_turns=1))).end == (
+        "turns")
+
+
+def test_a_script_for_a_model_that_always_thinks_ends_the_thought_first():
+    question = tasks.make("notes", random.Random(0))
+    policy = tasks.scripted(tasks.oracle, question, Thinker())
+    root = asyncio.run(rollout(question, policy, Thinker(), RLMConfig()))
+    assert tasks.reward(question, root.answer) == 1.0
+
+
 def test_blocks_run_in_order_until_the_first_error():
     say = "\n".join(map(block, ["print('a'); x = 1", "print('b', x)", "print('c'); 1 / 0",
                                 "print('never')"]))

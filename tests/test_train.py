@@ -90,7 +90,7 @@ def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch):
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
     report = tmp_path / "rows.json"
     assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
-                   "--n", 3, "--json", report) is None
+                   "--split", "all", "--n", 3, "--json", report) is None
     (row,) = json.loads(report.read_text())["rows"]
     assert row["task"] == "evidence" and row["method"] == "rlm1" and row["n"] == 3
     assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1 and row["length"] > 100
@@ -393,11 +393,11 @@ def test_an_unknown_flag_or_a_wrong_type_is_an_error(args, tmp_path, monkeypatch
     assert args[0] in capsys.readouterr().err
 
 
-def test_the_help_shows_at_most_35_flags_in_groups(monkeypatch, capsys):
+def test_the_help_shows_at_most_36_flags_in_groups(monkeypatch, capsys):
     assert command(train, monkeypatch, "--help") == 0
     said = capsys.readouterr().out
     flags = [line.split()[0] for line in said.splitlines() if line.startswith("  --")]
-    assert len(flags) == len(set(flags)) <= 35
+    assert len(flags) == len(set(flags)) <= 36
     places = [said.index(f"\n{title}:") for title in (
         "common flags", *train.GROUPS)]
     assert places == sorted(places)
@@ -428,15 +428,20 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert capsys.readouterr().out == table  # a run starts with what --plan prints
 
 
-def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch):
+def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
     rows = Path(DATA).read_text(encoding="utf-8").splitlines()
     row = json.loads(rows[1])
     row["evidence"][0]["selections"][0]["text"] = "never written"
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join([rows[0], json.dumps(row), *rows[2:]]))
-    message = command(train, monkeypatch, "--data", bad, "--out", tmp_path / "h")
+    message = command(train, monkeypatch, "--data", bad, "--strict", "--out", tmp_path / "h")
     assert "line 2" in message and "does not occur" in message
     assert not (tmp_path / "h").exists()
+    config = train.Config(data=str(bad), warmup_steps=0)
+    asked, heldout, _ = train.read_questions(config)
+    assert len(asked) + len(heldout) == len(rows) - 1
+    said = capsys.readouterr().out
+    assert "1 of 6 rows left out" in said and "line 2: evidence[0]: field 'text'" in said
 
 
 # --- what takes minutes -------------------------------------------------------------------
