@@ -197,6 +197,8 @@ def scripted(script: Callable, task: Task, tokenizer):
     Without a tokenizer four characters count as a token."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         text = script(task, node)
+        if getattr(tokenizer, "opens_thought", False):
+            text = "</think>\n\n" + text  # else it would be taken for a thought
         ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
         stop, sampled = "stop", len(ids) or len(text) // 4
         if sampled > max_tokens:
