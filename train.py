@@ -170,6 +170,8 @@ class Trainer:
             self.tokenizer = Tokenizer.from_pretrained(source)
             self.rlm = rlm.load_config(
                 source, shape.max_position_embeddings, config.sandbox)
+            if world.rank == 0:
+                rlm.warn_of_thoughts(self.tokenizer, self.rlm)
             if config.method != "saved":
                 self.rlm = evaluation.rlm_config(config.method, self.rlm)
             self.teacher = None

@@ -271,7 +271,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     assert len(names[0] | names[1]) == len(DATA.read_text().splitlines())
     # Without --split it is those that training kept apart, and that is said.
     for flags, found in ((), names[1]), (("--split", "all"), names[0] | names[1]):
-        path = tmp_path / "rows.jsonl"
+        path = tmp_path / f"rows{len(flags)}.jsonl"
         message, said = command("--policy", "keyword", "--data", DATA, "--save", path,
                                 *flags)
         assert message is None

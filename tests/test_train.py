@@ -434,7 +434,8 @@ def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
     row["evidence"][0]["selections"][0]["text"] = "never written"
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join([rows[0], json.dumps(row), *rows[2:]]))
-    message = command(train, monkeypatch, "--data", bad, "--strict", "--out", tmp_path / "h")
+    message = command(
+        train, monkeypatch, "--data", bad, "--strict", "--out", tmp_path / "h")
     assert "line 2" in message and "does not occur" in message
     assert not (tmp_path / "h").exists()
     config = train.Config(data=str(bad), warmup_steps=0)
