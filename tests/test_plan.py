@@ -22,6 +22,18 @@ def of(config=QWEN3_4B, **changes):
     return Plan(**fields | changes)
 
 
+def test_the_disk_of_a_run_holds_checkpoints_and_models():
+    P = 4_022_468_096
+    assert of().checkpoint_bytes == 12 * P and of(moment=2).checkpoint_bytes == 8 * P
+    assert of().disk_bytes(3, False, False) == (3 * 12 + 2 * 4) * P
+    assert of().disk_bytes(3, True, True) == (3 * 12 + 4 * 4) * P
+    lora = of(rank=16)
+    adapters = lora.parameters[1]
+    models = 2 * (2 * P + 4 * adapters)
+    assert lora.disk_bytes(3, False, False) == 3 * 12 * adapters + models
+    assert lora.disk_bytes(3, True, False) == 3 * 12 * P + models  # it trains all weights
+
+
 def test_qwen3_4b_by_hand():
     need = of().need()
     P = 4_022_468_096
