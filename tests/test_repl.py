@@ -490,6 +490,15 @@ def test_forks_and_the_end_of_the_client(end):
     eventually(lambda: not os.path.exists(base) and not os.path.exists(second))
 
 
+def test_the_first_repl_raises_the_limit_of_open_files_as_far_as_it_may():
+    code = START + ("import resource as r\nhard = r.getrlimit(r.RLIMIT_NOFILE)[1]\n"
+                    "r.setrlimit(r.RLIMIT_NOFILE, (99, hard))\nasyncio.run(start('off'))\n"
+                    "print(r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard))")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True,
+                          cwd=ROOT)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_where_the_kernel_refuses():
     inside = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     command = ["unshare", "-Ur", "sh", "-c", inside, sys.executable, REFUSED]
