@@ -80,12 +80,12 @@ def context_tokens(task: Task, tokenizer: Tokenizer) -> int:
 
 def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMConfig,
              key: tuple = ("eval",), label: str = "held-out", mine: slice = slice(None),
-             gather=lambda value: [value],
+             gather=lambda value: [value], run: Callable = asyncio.run,
              score: Callable = tasks.reward) -> tuple[dict, list[Rollout]]:
     """One tree per question -> (a row for the table, the rollouts in the questions' order).
 
-    With several ranks, each asks its share, `mine`, and `gather` collects all shares.
-    Raises REPLError if every tree was lost."""
+    With several ranks, each asks its share, `mine`, and `gather` collects all shares. `run`
+    may end early, if `gather` raises then. Raises REPLError if every tree was lost."""
     method = trained_as(config)
     answers = {}
 
@@ -95,7 +95,7 @@ def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMCon
 
     share = list(enumerate(questions))[mine]
     with tqdm(total=len(share), desc=label, leave=False, disable=None) as bar:
-        asyncio.run(side_by_side(one, share, 256))
+        run(side_by_side(one, share, 256))
 
     answers = {i: answer for part in gather(answers) for i, answer in part.items()}
     records, rollouts = zip(*(answers[i] for i in range(len(questions))))
@@ -340,8 +340,11 @@ def read_flags() -> argparse.Namespace:
     add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
         "(default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
-    add("--split", choices=("heldout", "train"), help="questions kept from training, or "
-        "those of training (default: heldout; all of --data)")
+    add("--split", default="heldout", choices=("heldout", "train", "all"),
+        help="questions kept from training, those of training, or all rows of --data "
+        "(default: heldout)")
+    add("--strict", action="store_true", help="refuse a --data file with rows that cannot "
+        "be used (default: they are left out)")
     add("--n", type=int, help="questions per kind and length (default 128, or the file's)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
     add("--reward", help="file.py or file.py:function that scores in place of the task")

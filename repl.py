@@ -28,12 +28,16 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from runtime.frames import (FrameTooLarge, Result, frame, json_value, read_frame,
+from runtime.frames import (HEADER, FrameTooLarge, Result, frame, json_value, read_frame,
                             read_query, read_result, take_frame)
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
+
+if TYPE_CHECKING:
+    from runtime.places import Places
 
 # What the code finds in its namespace: two variables, and functions.
 BUILTINS = ("context", "answer", "FINAL", "FINAL_VAR", "SHOW_VARS", "llm_query",
@@ -50,23 +54,39 @@ class REPL:
     belongs to the builtins. Raises REPLError if it cannot be started, even if the cause is
     in `tools` or in the size of the context. A process uses one `limits.sandbox` at a time:
     to ask for another one ends the REPLs that are open.
+
+    So many can be open at once as the limit of open files allows; others wait. Code that
+    waits for REPLs up to `below` levels deeper has to say so (runtime/places.py).
     """
 
-    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits()):
+    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits(),
+                 below: int = 0):
         self.limits = limits
-        self._first = {"context": context, "tools": tools}
+        self.below = below
+        self._first: dict | None = {"context": context, "tools": tools}
+        self._places: Places | None = None  # where it has a place
         self._sock: socket.socket | None = None
         self._inbox = bytearray()
         self._busy = False
         self._over: Result | None = None  # the last result: there is no process after it
 
     async def __aenter__(self) -> REPL:
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        """Start the process, once there is a place for it; nothing the second time."""
         import asyncio  # here, as the server and its forks do without it
 
+        if self._first is None:
+            return
         self._loop = asyncio.get_running_loop()
-        self._sock, theirs = socket.socketpair()
-        self._sock.setblocking(False)
+        places = Handle.open_places()
+        await places.take(self.below)
+        self._places = places
         try:
+            self._sock, theirs = socket.socketpair()
+            self._sock.setblocking(False)
             with theirs:
                 Handle.request(theirs, self.limits)
             result = await self._exchange(b"S", self._first, None)
@@ -75,8 +95,7 @@ class REPL:
         except BaseException:
             self._close()
             raise
-        self._first = {}  # the context lives in the worker now
-        return self
+        self._first = None  # the context lives in the worker now
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -110,17 +129,21 @@ class REPL:
     async def _exchange(self, kind: bytes, message: dict, on_query: Any) -> Result:
         """Send one frame, then answer queries until the D frame comes."""
         self._busy = True
-        asked, most = 0, self.limits.queries
+        asked, most, seconds = 0, self.limits.queries, 0.0
         try:
             await self._send(kind, message)
             while True:
                 kind, data = await self._receive()
+                if kind == b"T":  # from the server: it lets no worker send one
+                    seconds = json.loads(data[HEADER.size:])
+                    continue
                 try:
                     if kind == b"D":
-                        return read_result(data, self.limits)
+                        return replace(read_result(data, self.limits), seconds=seconds)
                     query, prompts, contexts = read_query(data)
                 except (ValueError, TypeError, RecursionError) as error:  # a forged frame
-                    return Result(error=f"ProtocolError: {error}", died="protocol")
+                    return Result(error=f"ProtocolError: {error}", died="protocol",
+                                  seconds=seconds)
 
                 count = len(prompts)
                 if asked + count > most:
@@ -165,6 +188,9 @@ class REPL:
         if self._sock is not None:
             self._sock.close()  # the server sees it, and cleans up
             self._sock = None
+        if self._places is not None:
+            self._places.give()
+            self._places = None
 
 
 # --- the worker ---------------------------------------------------------------------------

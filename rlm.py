@@ -13,8 +13,10 @@ Rules:
 - rlm_query at a depth <= max_depth makes a node with a REPL. Below, it is a plain
   completion over prompt and context.
 - Budgets belong to the tree. Nodes and sampled tokens are reserved before use, the clock is
-  checked before each completion. A batched query returns one value per prompt; for a
-  refused call it is an error string.
+  checked before each completion. It counts the time that the tree's own code runs, so no
+  score hangs on how busy the machine's sampler is. A batched query returns one value per
+  prompt; for a refused call it is an error string.
+- What a message has in thoughts (<think>) is neither code nor answer.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
 (None) turns carry text only. No torch is imported here: the command line and the class RLM
@@ -23,13 +25,13 @@ load a model when they need it.
 Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
 prose, as FINAL(...). Here only a call inside the REPL counts.
 """
+import contextlib
 import inspect
 import json
 import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -54,7 +56,7 @@ class RLMConfig:
     window: int = 32_768  # tokens of one node, prompts and observations included
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
-    seconds: float = 900.0  # wall clock of a tree
+    seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
     style: str = "full"  # full: for pretrained models; bare: without the task's strategy;
     #                      brief: for models trained from scratch
     scratch: bool = False  # made from nothing: train.py takes other learning rates
@@ -164,7 +166,9 @@ class _Tree:
         self.key = key
         self.nodes_left = config.max_nodes - 1
         self.tokens_left = config.tree_tokens
-        self.deadline = time.monotonic() + config.seconds
+        self.seconds_left = config.seconds
+        # Whether the prompt opens a thought, so that a message only has its end.
+        self.in_thought = getattr(tokenizer, "opens_thought", False)
 
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns. Returns "", or an error text if they leave no room
@@ -185,10 +189,12 @@ class _Tree:
         if node.kind == "llm":
             completion = await self.sample(node, 0)
             if completion is not None:
-                node.answer, node.end = completion.text, "text"
+                node.answer, node.end = spoken(completion.text, self.in_thought), "text"
             return
 
-        async with REPL(context, tasks.tools(self.task.kind), self.config.limits) as repl:
+        repl = REPL(context, tasks.tools(self.task.kind), self.config.limits,
+                    below=self.config.max_depth - node.depth)
+        async with contextlib.aclosing(repl):  # `act` starts it, once there is code
             for turn in range(self.config.max_turns):
                 completion = await self.sample(node, turn)
                 if completion is None:
@@ -207,7 +213,7 @@ class _Tree:
         nothing is left, returns None and sets the node's end."""
         room = self.config.window - self.size(node)
         granted = min(self.config.turn_tokens, room, self.tokens_left)
-        if granted < 1 or time.monotonic() > self.deadline:
+        if granted < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
             return None
         self.tokens_left -= granted
@@ -220,16 +226,16 @@ class _Tree:
     async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
         """Run the blocks of the last message. Returns what the model sees next, or sets the
         node's end."""
-        blocks = parse(node.turns[-1].text)
+        blocks = parse(node.turns[-1].text, self.in_thought)
         if not blocks:
             node.errors.append(turn)
             return NO_BLOCK
+        await repl.start()
         seen = []
         for code in blocks:
-            start = time.monotonic()
             result = await repl.execute(code, partial(self.query, node, context))
-            # query() subtracts the time that the block waited for children.
-            node.repl_seconds += time.monotonic() - start
+            node.repl_seconds += result.seconds
+            self.seconds_left -= result.seconds
             seen += [part for part in (result.stdout, result.error) if part]
             if result.error:
                 node.errors.append(turn)
@@ -273,7 +279,6 @@ class _Tree:
         order. The children of one batch run side by side."""
         import asyncio
 
-        start = time.monotonic()
         if kind == "llm":
             contexts = [None] * len(prompts)
         elif contexts is None:
@@ -304,14 +309,14 @@ class _Tree:
             child.score = tasks.part_score(self.task, part, child.answer)
             if child.end not in ("final", "text"):
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
-        parent.repl_seconds -= time.monotonic() - start
         return values
 
 
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# The second half is a thought that does not end. No block is found in it.
+BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```|<think>.*", re.DOTALL | re.MULTILINE)
 REPEATED = 200  # characters of the question that each observation repeats
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
 ENDS = {
@@ -324,10 +329,29 @@ ENDS = {
 }
 
 
-def parse(text: str) -> list[str]:
+def parse(text: str, in_thought: bool = False) -> list[str]:
     """The code of all complete ```repl blocks, in order. The closing fence has to be at the
-    start of a line."""
-    return BLOCK.findall(text)
+    start of a line. What is in a thought is no code."""
+    found = BLOCK.finditer(spoken(text, in_thought))
+    return [match[1] for match in found if match[1] is not None]
+
+
+def spoken(text: str, in_thought: bool = False) -> str:
+    """A message without the thought that it begins with: what follows the last </think>.
+
+    `in_thought` says that the prompt has opened the thought. "" if it does not end."""
+    _, ended, rest = text.rpartition("</think>")
+    if ended:
+        return rest.lstrip()
+    return "" if in_thought or text.startswith("<think>") else text
+
+
+def warn_of_thoughts(tokenizer, config: RLMConfig) -> None:
+    """One line about a model whose prompt opens every message with a thought."""
+    if tokenizer.opens_thought:
+        print("the model's chat template opens every message with a thought: "
+              f"{config.turn_tokens} tokens (turn_tokens in rlm.json) may end before it "
+              "does, and then nothing runs", file=sys.stderr)
 
 
 FULL = """\
@@ -444,6 +468,7 @@ class RLM:
         model = Qwen3.from_pretrained(model_dir, compute_dtype("auto", model_dir), DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
+        warn_of_thoughts(self.tokenizer, self.config)
         self.sampler = Sampler(model, batch=8, window=self.config.window)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed

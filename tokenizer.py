@@ -110,6 +110,7 @@ class Tokenizer:
         elif "<think>" in added and opens_thought in template:
             reply += "<think>\n"
         self._reply = self.encode(reply, allow_special=True)
+        self.opens_thought = reply.endswith("<think>\n")  # a reply then only has its end
 
     @classmethod
     def from_pretrained(cls, dir: str | Path, thinking: bool = False) -> "Tokenizer":
@@ -225,7 +226,10 @@ class Tokenizer:
         for turn in turns:
             ids, logprobs = [], None
             if turn.role == "assistant":
-                ids = [*self.encode(turn.text), self.end_of_turn]
+                text = turn.text
+                if self.opens_thought and "</think>" not in text:
+                    text = "</think>\n\n" + text  # else it would be taken for a thought
+                ids = [*self.encode(text), self.end_of_turn]
                 logprobs = (0.0,) * len(ids)
             elif turn.role == "system":
                 system = turn.text  # its ids are kept with the user's turn

@@ -46,7 +46,8 @@ from runtime import checkpoint, handed_in, metrics, parallel, plan
 from runtime.device import DEVICE, TYPES, compute_dtype
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
-from runtime.run import Run, RunConfig, facts, finish_first, flags_of_run
+from runtime.run import Run, RunConfig, facts, flags_of_run
+from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tokenizer import Tokenizer
 from tree import Rollout, read_rollouts, render
@@ -150,15 +151,16 @@ def main() -> None:
             return
         Trainer(config, world).train()
         world.close()
-    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
-            torch.OutOfMemoryError) as error:
+    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
         sys.exit(world.message(error))
     except RuntimeError as error:
-        if world.size == 1:
-            raise
-        sys.exit(world.message(error))  # another rank is gone, most likely
-    except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; continue with --resume")
+        if not parallel.is_lost_rank(error):
+            raise  # a bug, or out of memory: where it happened has to be seen
+        sys.exit(world.message(error))
+    except KeyboardInterrupt as stopped:
+        if world.rank == 0:
+            print("train.py: interrupted; continue with --resume", file=sys.stderr)
+        sys.exit(128 + getattr(stopped, "number", 2))  # 2 is Ctrl-C
     finally:
         world.release()
 
@@ -202,6 +204,8 @@ class Trainer:
             self.tokenizer = Tokenizer.from_pretrained(source)
             self.rlm = rlm.load_config(
                 source, shape.max_position_embeddings, config.sandbox)
+            if world.rank == 0:
+                rlm.warn_of_thoughts(self.tokenizer, self.rlm)
             if config.method != "saved":
                 self.rlm = evaluation.rlm_config(config.method, self.rlm)
             self.teacher = None
@@ -217,7 +221,8 @@ class Trainer:
             print(self.plan.table())
             print(self.opening())
             problem = (self.plan.problem(world.size, all_weights)
-                       or checkpoint.no_room(config.out, self.plan.checkpoint_bytes))
+                       or checkpoint.no_room(config.out, self.plan.disk_bytes(
+                           checkpoint.KEPT + 1, all_weights, config.eval_every > 0)))
             if problem:
                 raise ValueError(problem)
 
@@ -275,31 +280,35 @@ class Trainer:
         context = round(sum(sizes) / len(sizes))
         print(f"training on {DEVICE}; a question's context has {context:,} tokens, the "
               f"model's window {self.rlm.window:,}")
-        try:
-            if run.state["phase"] == "warmup":
-                self.warm_up()
-                self.end_warm_up()
-            self.make_sampler()
-            if "heldout_warmup" not in run.state["results"]:
-                self.evaluate("heldout_warmup", self.heldout)
-            self.reinforce()
-        except KeyboardInterrupt:
-            # Several ranks may be at different places. They keep their last checkpoint, as
-            # does a run that was loading its weights.
-            if self.world.size == 1 and self.model is not None:
+        with run.stop:
+            try:
+                final = self.learn()
+            except Stopped:
                 run.save_checkpoint()
-            raise
+                raise
+        gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
+        self.report(final, gaps)
+        if self.world.rank == 0:
+            run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
+            print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
+
+    def learn(self) -> list[Rollout]:
+        """All that a signal can stop. Raises Stopped where everything can be saved."""
+        run = self.run
+        if run.state["phase"] == "warmup":
+            self.warm_up()
+            self.end_warm_up()
+        self.make_sampler()
+        if "heldout_warmup" not in run.state["results"]:
+            self.evaluate("heldout_warmup", self.heldout)
+        self.reinforce()
         run.save_checkpoint()
         run.save_model("final")
 
         final = self.evaluate("heldout_final", self.heldout)
         for name, questions in self.longer.items():
             self.evaluate(name, questions)
-        gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
-        self.report(final, gaps)
-        if self.world.rank == 0:
-            run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
-            print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
+        return final
 
     # --- the warm-up ----------------------------------------------------------------------
 
@@ -342,9 +351,8 @@ class Trainer:
             rising = min((step + 1) / 50, 1.0)
             cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
             lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
-            with finish_first():
-                self.optimizer_step(lr, loss)
-                run.state["step"] = step + 1
+            self.optimizer_step(lr, loss)
+            run.state["step"] = step + 1
             last = step + 1 == steps
             if step % 10 == 0 or last:
                 bar.set_postfix(loss=f"{loss:.3f}")
@@ -352,7 +360,7 @@ class Trainer:
             if (step + 1) % 100 == 0 or last:
                 bar.write(f"warm-up {step + 1:4}/{steps} | loss {loss:.3f} | "
                           f"{run.elapsed():.0f} s", file=sys.stdout)
-                run.save_checkpoint()
+            run.maybe_save(every=1 if last else 100)
 
     def end_warm_up(self) -> None:
         """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
@@ -405,24 +413,23 @@ class Trainer:
             # Each update is one optimizer step over all rows. If no row has an advantage,
             # there is none.
             loss, norm, stats = 0.0, 0.0, Stats()
-            with finish_first():
-                for _ in range(config.updates if rows else 0):
-                    loss, stats = 0.0, Stats()
-                    for pack in packs:
-                        logprobs, entropy = model.logprobs(
-                            pack["ids"], pack["mask"], pack["lengths"])
-                        part, part_stats = policy_loss(logprobs, entropy, pack, config)
-                        self.backward(part)
-                        loss += part.item()
-                        stats += part_stats
-                    losses, all_stats = zip(*world.gather((loss, stats)))
-                    loss, stats = sum(losses), sum(all_stats, Stats())
-                    norm = self.optimizer_step(self.learning_rate(), loss)
-                run.state["step"] += 1
-                run.state["sampled"] += metrics.sampled_tokens(rollouts)
-                signal = any(any(row.advantages) for row in rows)
-                silent = 0 if signal else silent + 1
-                run.state["skipped"] += not rows
+            for _ in range(config.updates if rows else 0):
+                loss, stats = 0.0, Stats()
+                for pack in packs:
+                    logprobs, entropy = model.logprobs(
+                        pack["ids"], pack["mask"], pack["lengths"])
+                    part, part_stats = policy_loss(logprobs, entropy, pack, config)
+                    self.backward(part)
+                    loss += part.item()
+                    stats += part_stats
+                losses, all_stats = zip(*world.gather((loss, stats)))
+                loss, stats = sum(losses), sum(all_stats, Stats())
+                norm = self.optimizer_step(self.learning_rate(), loss)
+            run.state["step"] += 1
+            run.state["sampled"] += metrics.sampled_tokens(rollouts)
+            signal = any(any(row.advantages) for row in rows)
+            silent = 0 if signal else silent + 1
+            run.state["skipped"] += not rows
 
             seconds = self.sampler.stats["seconds"] - in_model
             self.show(rollouts, stats.metrics() | {
@@ -432,8 +439,7 @@ class Trainer:
                 "wait_s": [round(s, 3) for s in world.gather(world.waited - waited)]})
             if config.eval_every and run.state["step"] % config.eval_every == 0:
                 self.keep_best()
-            if run.state["step"] % config.save_every == 0:
-                run.save_checkpoint()
+            run.maybe_save(config.save_every)
         if silent == PATIENCE:
             print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
                   "no node had an advantage, so there was nothing to learn from")
@@ -441,7 +447,7 @@ class Trainer:
     def collect(self, step: int) -> list[Rollout]:
         """The trees of a step. Each rank samples those of its share of the questions, then
         all ranks get all trees."""
-        config, world = self.config, self.world
+        config, world, run = self.config, self.world, self.run
         first = step * config.questions
         asked = [self.question("grpo", first + i) for i in range(config.questions)]
         trees = [(task, str(i)) for i, task in enumerate(asked)
@@ -450,13 +456,13 @@ class Trainer:
                 if n // config.group % world.size == world.rank]
         with (self.sampler.threads(),
               tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
-            rollouts = asyncio.run(rlm.collect(
+            rollouts = run.stop.run(rlm.collect(
                 [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm,
                 (config.seed, step), [trees[n][1] for n in mine], numbers=mine,
                 on_done=lambda _: bar.update(), score=self.reward))
         # Every rank knows the questions, so only the trees are exchanged.
-        share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
-        grown = {n: tree for part in world.gather(share) for n, tree in part.items()}
+        share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts or [])}
+        grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
         return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
     def packs(self, rows: list[Row]) -> list[dict]:
@@ -547,7 +553,8 @@ class Trainer:
         with self.sampler.threads():
             row, rollouts = evaluation.evaluate(
                 questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
-                name, slice(world.rank, None, world.size), world.gather, self.reward)
+                name, slice(world.rank, None, world.size), self.run.gather,
+                self.run.stop.run, self.reward)
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
@@ -643,7 +650,8 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
-        return *tasks.split(tasks.read(config.data, config.task)), {}
+        questions = tasks.read(config.data, config.task, config.strict)
+        return *tasks.split(questions), {}
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
     if hasattr(kind, "TOKENS"):

@@ -71,7 +71,7 @@ class Node:
     # the objective asks for it.
     score: float | None = None
 
-    repl_seconds: float = 0.0  # wall clock of its code, without waiting for children
+    repl_seconds: float = 0.0  # of its code by the REPL's clock, without its children
 
     def add(self, turn: Turn) -> None:
         """Append a turn. A rollout never edits an earlier one."""

@@ -60,6 +60,7 @@ class Comparison:
             self.config = rlm.load_config(args.model, shape.max_position_embeddings)
             self.tokenizer = Tokenizer.from_pretrained(args.model)
             window = min(args.window or self.config.window, self.config.window)
+            rlm.warn_of_thoughts(self.tokenizer, self.config)
         limits = replace(self.config.limits, sandbox=args.sandbox)
         self.config = replace(self.config, window=window, limits=limits)
 
@@ -116,6 +117,8 @@ class Comparison:
                  "--lengths is for generated questions, not for those of --data"),
                 (a.data and "oracle" in self.speakers,
                  "the oracle knows how questions are generated; it has no --data"),
+                (a.split == "all" and not a.data,
+                 "--split all is for --data; questions are generated for one side"),
                 (a.data and len(self.kinds()) != 1,
                  "--data holds questions of one kind; --tasks names it"),
                 (a.resume and not outputs,
@@ -140,9 +143,15 @@ class Comparison:
 
     def read_data(self, kind: str) -> list[Task]:
         a = self.args
-        questions = tasks.read(a.data, kind)
-        if a.split:
-            questions = tasks.split(questions)[a.split == "heldout"]
+        questions = every = tasks.read(a.data, kind, a.strict)
+        if a.split != "all":
+            if len(every) < 2:
+                raise ValueError(f"{a.data} has one row, which cannot be split into "
+                                 "training and held-out ones; --split all takes it")
+            questions = tasks.split(every)[a.split == "heldout"]
+            which = "held-out" if a.split == "heldout" else "training"
+            print(f"{a.data}: the {len(questions)} {which} rows of {len(every)}, as "
+                  "train.py splits them; --split all takes all")
         if a.n and a.n > len(questions):
             raise ValueError(f"--n {a.n}: {a.data} holds only {len(questions)} questions")
         return questions[:a.n]
@@ -306,8 +315,7 @@ def notes(row: dict, records: dict[int, dict]) -> list[str]:
     """What a reader of a row must know besides."""
     lines = []
     if row["seen"] is not None and row["seen"] < 0.9995:
-        why = "time was up" if row["method"] == "compaction" else "the window was full"
-        lines.append(f"saw {row['seen']:.1%} of the context, then {why}")
+        lines.append(f"saw {row['seen']:.1%} of the context, then the window was full")
     if row["unanswered"]:
         ends = ", ".join(f"{end} {n}" for end, n in row["ends"].items()
                          if end not in evaluation.ANSWERED)

@@ -15,7 +15,6 @@ only.
 import json
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,7 +91,7 @@ async def compaction(task: Task, call: "_Caller") -> tuple[Node, float]:
 
     while start < len(text):
         n = call.fit(call.notes, prompt, len(text) - start)
-        if n == 0 or time.monotonic() > call.deadline:
+        if n == 0:
             break
         child = Node(path=(len(root.children),), kind="llm")
         root.children.append(child)
@@ -175,7 +174,6 @@ class _Caller:
     def __init__(self, policy, tokenizer, config: RLMConfig, key: tuple):
         self.policy, self.tokenizer, self.config, self.key = policy, tokenizer, config, key
         self.room = config.window - config.turn_tokens  # tokens of a prompt
-        self.deadline = time.monotonic() + config.seconds
         self.reader, self.notes = READER, NOTES.format(tokens=config.turn_tokens)
         if config.style == "brief":  # a small model's window would be full of instructions
             self.reader, self.notes = rlm.LEAF, "Notes."
@@ -212,5 +210,6 @@ class _Caller:
             return node
         done = await self.policy(node, self.config.turn_tokens, (*self.key, node.path, 0))
         node.add(Turn("assistant", done.text, done.ids, done.logprobs))
-        node.answer, node.end = done.text, "text"
+        in_thought = getattr(self.tokenizer, "opens_thought", False)
+        node.answer, node.end = rlm.spoken(done.text, in_thought), "text"
         return node

@@ -106,15 +106,19 @@ def sizes(path: str) -> dict[str, int]:
     return found
 
 
-def no_room(out: str, size: int) -> str | None:
-    """None if the checkpoints of that many bytes fit on the disk, else one line."""
+def no_room(out: str, need: int) -> str | None:
+    """None if `need` bytes of checkpoints and models fit into OUT, else one line. What it
+    holds of them by now is replaced, so it counts as free."""
+    free = 0
+    for name in (FOLDER, "warmup", "best", "final"):
+        free += sum(sizes(os.path.join(out, name)).values())
     while not os.path.isdir(out):
         out = os.path.dirname(os.path.abspath(out))
-    count = KEPT + 1  # one more while it is written
-    need, free = count * size, shutil.disk_usage(out).free
+    free += shutil.disk_usage(out).free
     if need <= free:
         return None
-    return f"{out}: {free / 1e9:.1f} GB are free, {count} checkpoints need {need / 1e9:.1f}"
+    return (f"{out}: {free / 1e9:.1f} GB are free, checkpoints and models need "
+            f"{need / 1e9:.1f}")
 
 
 def save_optimizer(model, optimizer, path: str) -> None:

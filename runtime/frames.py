@@ -8,6 +8,7 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
     R     client  the answers to a query   [answer, ...]
     Q     worker  a query                  [kind, prompts, contexts]
     D     worker  done                     the fields of a `Result`
+    T     server  time, before each D      seconds that the block ran
 
 A worker runs code that nobody has checked, so the client does not trust its frames: they
 have a largest size, and `read_result` and `read_query` refuse what no honest worker sends.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Result:
     final: Any = None  # the answer as a JSON value
     done: bool = False  # FINAL was called (its value may be None)
     died: str = ""  # "timeout", "crash" or "protocol": the process is gone
+    # Wall clock of the block by the server, which is not delayed as the client may be.
+    # Waiting for answers is not in it.
+    seconds: float = field(default=0.0, compare=False)
 
 
 class FrameTooLarge(ValueError):

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import signal
 import sys
 import time
@@ -138,6 +139,17 @@ class World:
             return f"train.py: {error}"
         shared = isinstance(error, (Agreed, FloatingPointError))
         return 1 if shared else f"train.py: rank {self.rank}: {error}"
+
+
+# What gloo and NCCL say of a rank that is gone. gloo has no exception of its own.
+GONE = re.compile(r"Connection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|"
+                  r"[Tt]imed out|remote process exited|ncclRemoteError", re.DOTALL)
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Whether an exchange between ranks failed because another one has ended."""
+    of_exchange = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return of_exchange and GONE.search(str(error)) is not None
 
 
 def join(**how) -> None:

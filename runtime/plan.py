@@ -134,9 +134,18 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """On disk: trained weights and Adam's two moments, in float32."""
+        """On disk: trained weights in float32, and Adam's two moments."""
         model, adapters = self.parameters
-        return 12 * (adapters if self.rank else model)
+        return (4 + 2 * self.moment) * (adapters if self.rank else model)
+
+    def disk_bytes(self, checkpoints: int, warmup: bool, best: bool) -> int:
+        """What a run's directory holds when it is fullest: so many checkpoints, of a
+        warm-up with all weights; the models warmup and final; and best, if it is kept,
+        twice while it is replaced."""
+        model, adapters = self.parameters
+        step = replace(self, rank=0) if warmup else self
+        weights = model * (self.element if self.rank else 4) + 4 * adapters
+        return checkpoints * step.checkpoint_bytes + (4 if best else 2) * weights
 
     def activations(self) -> int:
         """What a forward pass keeps, and the largest temporary tensors of both passes."""

@@ -23,10 +23,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.frames import frame, take_frame
 from runtime.sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
+
+if TYPE_CHECKING:
+    from runtime.places import Places
 
 # What model code likes to import is imported once, before the forks. Each library makes
 # every fork dearer, so asyncio and hashlib (which loads OpenSSL) are not here.
@@ -50,6 +53,7 @@ class Handle:
     """The client's end of the server: one per process, started when first needed."""
 
     current: Handle | None = None
+    places: Places | None = None  # of the REPLs of this process; made when first needed
     quiet = False  # a first server has said what its sandbox lacks
 
     def __init__(self, sandbox: str):
@@ -72,6 +76,13 @@ class Handle:
                 command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )
+
+    @classmethod
+    def open_places(cls) -> Places:
+        from runtime.places import Places, allowed
+
+        cls.places = cls.places or Places(allowed(DESCRIPTORS))
+        return cls.places
 
     @classmethod
     def request(cls, sock: socket.socket, limits: Limits) -> None:
@@ -111,7 +122,7 @@ class Handle:
     @classmethod
     def forget(cls) -> None:
         """In a fork of the client: the server stays the parent's."""
-        handle, cls.current = cls.current, None
+        handle, cls.current, cls.places = cls.current, None, None
         if handle is not None:
             handle.control.close()
             handle.process.returncode = 0  # not our child: there is nothing to wait for
@@ -339,6 +350,8 @@ class Server:
                     raise ValueError(f"{kind!r} while {slot.state}")
                 slot.left = slot.deadline - time.monotonic()
                 slot.state = self.FROM_WORKER[kind]
+                if kind == b"D":
+                    self.tell_time(slot)
                 slot.client.write(data)
         except (EOFError, OSError):  # `reap` says how it died; make sure that it does
             self.kill(slot)
@@ -346,17 +359,26 @@ class Server:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open
 
+    def tell_time(self, slot: Slot) -> None:
+        """Tell the client how long the block ran. After a start nobody asks."""
+        seconds = max(0.0, slot.limits.seconds - slot.left)
+        slot.left = slot.limits.seconds
+        slot.client.write(frame(b"T", seconds, slot.limits.frame_mb))
+
     # Ending workers
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
         if slot.state == "dead":
             return
+        if slot.state == "running":
+            slot.left = slot.deadline - time.monotonic()
         slot.state = "dead"
         self.kill(slot)
         if slot.client is None:  # a spare that nobody has asked for
             self.spares.remove(slot)
         else:
+            self.tell_time(slot)
             result = {"error": error, "died": died}
             slot.client.write(frame(b"D", result, slot.limits.frame_mb))
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -25,6 +24,9 @@ from runtime import checkpoint
 from runtime.files import read_json, write_json
 from runtime.flags import flag
 from runtime.parallel import World
+from runtime.stop import Stop, Stopped
+
+SAVE_SECONDS = 600.0  # after so long a checkpoint is due, whatever --save-every says
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class RunConfig:
     seed: int = flag(0, "seed of weights, questions and sampling", common=True)
     model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
+    strict: bool = flag(
+        False, "refuse a --data file with rows that cannot be used; else they are left out")
     task: str = flag(
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
             "notes, and evidence with --data", common=True)
@@ -46,7 +50,8 @@ class RunConfig:
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     overwrite: bool = flag(False, "empty an --out that holds another run")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
-    save_every: int = flag(25, "steps between checkpoints", 1)
+    save_every: int = flag(
+        25, "steps between checkpoints; one is also due ten minutes after the last", 1)
     eval_every: int = flag(
         0, "steps between held-out evaluations; the best weights stay in OUT/best; 0: none")
     sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
@@ -55,7 +60,7 @@ class RunConfig:
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox micro_tokens").split()
+              "eval_every sandbox micro_tokens strict").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
@@ -106,7 +111,8 @@ class Run:
         self.config = config
         self.world = world
         self.out = config.out
-        self.began = time.monotonic()
+        self.stop = Stop(loud=world.rank == 0)
+        self.began = self.saved = time.monotonic()
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
                       "sampled": 0, "skipped": 0, "best": None, "good": 0}
 
@@ -179,6 +185,22 @@ class Run:
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
+    def gather(self, value) -> list:
+        """The value of every rank. Raises Stopped on all of them if one was told to stop,
+        so it is called where weights and counters agree, and everything can be saved."""
+        values, told = zip(*self.world.gather((value, self.stop.number)))
+        if any(told):
+            raise Stopped(max(told))
+        return list(values)
+
+    def maybe_save(self, every: int) -> None:
+        """After a step: a checkpoint each `every` steps, and if the last one is old. Raises
+        Stopped."""
+        due = (self.state["step"] % every == 0
+               or time.monotonic() - self.saved > SAVE_SECONDS)
+        if self.gather(due)[0]:  # rank 0's clock decides
+            self.save_checkpoint()
+
     def save_model(self, name: str, dtype: torch.dtype | None = None) -> str:
         """Write OUT/`name`: the weights, adapters merged, and the adapters beside them."""
         path = self.path(name)
@@ -196,6 +218,7 @@ class Run:
         weights = [] if self.trainer.model.rank else [self._weights]
         parts = [self._text, *weights, self._adapter, self._optimizer, self._state]
         checkpoint.write_directory(path, parts, self.world)
+        self.saved = time.monotonic()
         if self.world.rank == 0:
             checkpoint.keep_last(self.out)
 
@@ -247,27 +270,6 @@ class Run:
     def elapsed(self) -> float:
         """Seconds of the run, those before it was interrupted included."""
         return time.monotonic() - self.began
-
-
-@contextlib.contextmanager
-def finish_first():
-    """Ctrl-C inside is raised at the end, so that weights and counters always agree.
-
-    The handler is replaced, because it would not do to block the signal in this thread:
-    another thread of torch's may receive it. If Ctrl-C does not raise, as in a background
-    job, nothing is done."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
 
 
 def facts(config) -> dict:

@@ -33,6 +33,7 @@ Somebody's own path/to/my_task.py is used like one of ours. Where a public scori
 guesses what an answer meant, ours does not: a list of all labels, a refusal or the question
 scores 0. Left out: prompts (rlm.py), and all that runs a model. Standard library only.
 """
+import hashlib
 import importlib
 import inspect
 import json
@@ -198,6 +199,8 @@ def scripted(script: Callable, task: Task, tokenizer):
     Without a tokenizer four characters count as a token."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         text = script(task, node)
+        if getattr(tokenizer, "opens_thought", False):
+            text = "</think>\n\n" + text  # else it would be taken for a thought
         ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
         stop, sampled = "stop", len(ids) or len(text) // 4
         if sampled > max_tokens:
@@ -240,38 +243,104 @@ def _tools(kind: str) -> tuple[Callable, ...]:
 # ---------------------------------------------------------------------------------------
 # Questions from a file
 
-def read(path: str, kind: str) -> list[Task]:
+NAMED = 5  # rows that were left out whose line and field are printed
+
+
+def read(path: str, kind: str, strict: bool = False) -> list[Task]:
     """The questions of a JSON lines file, in the schema that the kind's `read` says.
 
-    Raises FileNotFoundError, or ValueError that names the line and the wrong field."""
+    Rows that cannot be used are left out, counted and printed. Raises FileNotFoundError;
+    ValueError if no row is left, or if `strict` at the first that cannot be used. It names
+    the line and the wrong field."""
     module = load(kind)
     kind = _stem(module.__file__)
     if not hasattr(module, "read"):
         raise ValueError(f"the task {kind} reads no files: it has no function read")
-    questions = []
+    questions, problems = [], []
     with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            where = f"{path} line {number}"
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON ({error})") from None
-            try:
-                questions.append(Task(f"row-{number}", kind, *_call(kind, "read", row)))
+                made = _call(kind, "read", _parsed(line))
+                questions.append(Task(f"row-{number}", kind, *made))
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-    if not questions:
+                problems.append(f"line {number}: {error}")
+                if strict:
+                    raise ValueError(f"{path} {problems[0]}") from None
+
+    rows = len(questions) + len(problems)
+    if not rows:
         raise ValueError(f"{path}: holds no questions")
+    if not questions:
+        raise ValueError(f"{path}: none of its {rows} rows can be used; {problems[0]}")
+    if problems:
+        print(f"{path}: {len(problems)} of {rows} rows left out (--strict refuses them)")
+        for problem in problems[:NAMED]:
+            print(f"  {problem}")
+        if len(problems) > NAMED:
+            print(f"  and {len(problems) - NAMED} more")
     return questions
 
 
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+
+
 def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held out): shuffled with seed 42, a fifth, at most 128, is held out."""
+    """(training, held out): shuffled with seed 42, a fifth, at most 128, is held out.
+
+    Questions that share a text, directly or through others, are on one side: what is held
+    out was not read in training. Where that is impossible it is printed."""
     if len(tasks) < 2:
         raise ValueError("one question cannot be split into training and held-out ones; "
                          "at least 2 are needed")
     shuffled = random.Random(42).sample(tasks, len(tasks))
-    held = min(128, max(1, len(tasks) // 5))
-    return shuffled[held:], shuffled[:held]
+    wanted = min(128, max(1, len(tasks) // 5))
+    groups = _sharing(shuffled)
+    held: set[int] = set()
+    for group in groups:
+        if len(held) + len(group) <= wanted:
+            held.update(group)
+    if not held and len(groups) > 1:
+        held.update(min(groups, key=len))
+    if not held:
+        print("all questions share a text, so training reads those of the held-out ones")
+        held.update(range(wanted))
+    elif len(held) < wanted:
+        print(f"{len(held)} questions are held out, not {wanted}: the others share a text "
+              "with too many")
+    return ([task for i, task in enumerate(shuffled) if i not in held],
+            [task for i, task in enumerate(shuffled) if i in held])
+
+
+def _sharing(tasks: list[Task]) -> list[list[int]]:
+    """The places of the tasks, in groups: tasks of two groups have no text in common.
+
+    The texts of a task are the documents of a dict, else its whole context. They are
+    compared without regard to line breaks."""
+    group_of = list(range(len(tasks)))  # a place in the same group, or itself at the root
+
+    def root(i: int) -> int:
+        while group_of[i] != i:
+            group_of[i] = group_of[group_of[i]]
+            i = group_of[i]
+        return i
+
+    first: dict[bytes, int] = {}  # text, as a digest -> the first task that has it
+    for i, task in enumerate(tasks):
+        context = task.context
+        for text in context.values() if isinstance(context, dict) else [context]:
+            if not isinstance(text, str):
+                text = json.dumps(text)
+            words = " ".join(text.split()).encode("utf-8", "surrogatepass")
+            digest = hashlib.blake2b(words, digest_size=16).digest()
+            group_of[root(i)] = root(first.setdefault(digest, i))
+
+    groups: dict[int, list[int]] = {}
+    for i in range(len(tasks)):
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())

@@ -5,6 +5,8 @@ alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), wi
 gold share of its characters. Generated papers have sentences about made-up terms; the
 question asks for those about one term.
 """
+import re
+
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
 from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, how_many,
@@ -67,7 +69,10 @@ def paper_text(title: str, abstract: str, text: str) -> str:
 
 def read(row):
     """`question`, `papers` = [{paperId, title, abstract, text}], `evidence` = [{paperId,
-    selections: [{text}]}]: alphaXiv/multi-paper-synthetic."""
+    selections: [{text}]}]: alphaXiv/multi-paper-synthetic.
+
+    A selection may have other blanks and line breaks than its paper. The gold is what the
+    paper has, since that is what an answer can quote."""
     question = field(row, "question", str)
     context, gold, words = {}, {}, ""
     for i, paper in enumerate(field(row, "papers", list)):
@@ -88,10 +93,12 @@ def read(row):
             raise ValueError(f"{where}field 'paperId' is {name!r}, which 'papers' lacks")
         for selection in field(entry, "selections", list, where):
             text = field(selection, "text", str, where + "selections: ").strip()
-            if not text or text not in context[name]:
+            pattern = r"\s+".join(map(re.escape, text.split()))  # both know \u2028, \u00a0
+            found = re.findall(pattern, context[name]) if text else []
+            if not found:
                 raise ValueError(f"{where}field 'text' does not occur in paper {name!r}: "
                                  f"{text[:60]!r}")
-            gold.setdefault(name, []).append(text)
+            gold.setdefault(name, []).extend(dict.fromkeys(found))
     if not gold:
         raise ValueError("field 'evidence' is empty: nothing could score")
     return question, context, gold

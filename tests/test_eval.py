@@ -269,6 +269,14 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
         names.append({r.task.id for r in read_rollouts(path, Task)})
     assert not names[0] & names[1]
     assert len(names[0] | names[1]) == len(DATA.read_text().splitlines())
+    # Without --split it is those that training kept apart, and that is said.
+    for flags, found in ((), names[1]), (("--split", "all"), names[0] | names[1]):
+        path = tmp_path / f"rows{len(flags)}.jsonl"
+        message, said = command("--policy", "keyword", "--data", DATA, "--save", path,
+                                *flags)
+        assert message is None
+        assert {r.task.id for r in read_rollouts(path, Task)} == found
+        assert ("the 1 held-out rows of 6" in said) == (not flags)
 
 
 # --- files of others ----------------------------------------------------------------------
@@ -436,7 +444,9 @@ FILE = [*ORACLE, "--data", DATA]
     ([*ORACLE, "--n", "0"], "--n must be above 0"),
     ([*ORACLE, "--resume"], "--resume needs"),
     ([*ORACLE, "--reward", "/nowhere.py"], "/nowhere.py: no such file"),
-    (["--policy", "keyword", "--data", DATA, "--n", "99"], "holds only"),
+    (["--policy", "keyword", "--data", DATA, "--split", "all", "--n", "99"], "holds only"),
+    (["--policy", "keyword", "--data", DATA, "--n", "2"], "holds only 1"),
+    ([*ORACLE, "--split", "all"], "--split all is for --data"),
     (FILE, "the oracle knows"),
     ([*FILE, "--lengths", "8000"], "--lengths is for generated"),
     (["--policy", "keyword", "--data", DATA, "--tasks", "hop"], "line 1: lacks field"),

@@ -305,9 +305,13 @@ def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkey
     # The last two stay, and what was left aside is gone.
     assert sorted(os.listdir(saved / "checkpoints")) == ["grpo-000002", "grpo-000003"]
     assert checkpoint.no_room(str(saved / "not" / "there"), 1) is None
+    # What the run itself holds makes room for what it writes.
+    room = checkpoint.shutil.disk_usage(saved).free
+    assert checkpoint.no_room(str(saved), room + 1000) is None
+    assert checkpoint.no_room(str(saved), 2 * room) is not None
     monkeypatch.setattr(checkpoint.shutil, "disk_usage",
                         lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match="0.0 GB are free, 3 checkpoints need"):
+    with pytest.raises(ValueError, match="0.0 GB are free, checkpoints and models need"):
         step(saved.parent / "other", "full", 0, World())
     assert not (saved.parent / "other").exists()
 
@@ -434,19 +438,29 @@ def test_a_run_of_two_ranks_ends_with_all_its_files(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_ranks_and_the_run_resumes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_the_run_resumes(number, tmp_path, monkeypatch):
+    """What was trained so far is saved, though no step was to be saved yet."""
     out = tmp_path / "run"
     run = subprocess.Popen([*TORCHRUN, "--master-port", str(random.randrange(20000, 60000)),
-                            "train.py", *SHORT, "--steps", "500", "--save-every", "1",
+                            "train.py", *SHORT, "--steps", "500", "--save-every", "1000",
                             "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL,
                            stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not (out / "checkpoints" / "grpo-000002").exists():
+
+    def steps():
+        path = out / "metrics.jsonl"
+        rows = path.read_text().splitlines() if path.exists() else []
+        return [row["step"] for row in map(json.loads, rows) if row["phase"] == "grpo"]
+
+    while len(steps()) < 3:
         assert run.poll() is None
         time.sleep(0.2)
-    os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+    os.killpg(run.pid, number)  # what a terminal does
     _, errors = run.communicate(timeout=60)
-    assert run.returncode and "--resume" in errors
-    assert list((out / "checkpoints").iterdir())
+    assert run.returncode
+    assert errors.count("train.py: interrupted; continue with --resume") == 1, errors
+    state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
+    assert state["step"] == steps()[-1] >= 3
     assert command(train, monkeypatch, "--out", out, "--resume", "--steps", 3) is None
     assert json.loads((out / "result.json").read_text())["heldout_final"] is not None
 

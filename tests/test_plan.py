@@ -23,6 +23,18 @@ def of(config=QWEN3_4B, **changes):
     return Plan(**fields | changes)
 
 
+def test_the_disk_of_a_run_holds_checkpoints_and_models():
+    P = 4_022_468_096
+    assert of().checkpoint_bytes == 12 * P and of(moment=2).checkpoint_bytes == 8 * P
+    assert of().disk_bytes(3, False, False) == (3 * 12 + 2 * 4) * P
+    assert of().disk_bytes(3, True, True) == (3 * 12 + 4 * 4) * P
+    lora = of(rank=16)
+    adapters = lora.parameters[1]
+    models = 2 * (2 * P + 4 * adapters)
+    assert lora.disk_bytes(3, False, False) == 3 * 12 * adapters + models
+    assert lora.disk_bytes(3, True, False) == 3 * 12 * P + models  # it trains all weights
+
+
 def test_qwen3_4b_by_hand():
     need = of().need()
     P = 4_022_468_096
@@ -123,12 +135,12 @@ def test_a_plan_is_changed_as_little_as_makes_it_fit():
     lora = of(rank=16, recompute=False)
     seen = []
     for have in range(200, 8, -2):
-        fitted = replace(lora, have=have * GB).fitted(least=1024)
+        fitted = replace(lora, have=have * GB).fitted(least=2048)
         if fitted.total() <= have * GB:
             seen.append((fitted.recompute, fitted.apart, fitted.window))
     assert sorted(set(seen), key=seen.index) == [
         (False, False, 8192), (True, False, 8192), (True, True, 8192),
-        (True, True, 4096), (True, True, 2048), (True, True, 1024)]
+        (True, True, 4096), (True, True, 2048)]
     several = replace(lora, have=14 * GB).fitted(4)
     assert not several.apart  # each rank has a share of the weights, and needs a copy
     assert of(have=1 * GB).fitted(least=8192).window == 8192  # as rlm.json says

@@ -244,6 +244,52 @@ def test_the_clock_stops_for_queries():
     assert one == Result(stdout="a\n") and two.died == "timeout"
 
 
+def test_a_result_says_how_long_the_block_ran_by_the_servers_clock():
+    async def slow(kind, prompts, contexts):
+        time.sleep(1)  # the client is busy, as with a forward pass
+        return prompts
+
+    blocks = ("import time; time.sleep(0.3)", "llm_query('x')", "1 / 0", "time.sleep(9)")
+    *results, late = run(*blocks, on_query=slow, seconds=1.5)
+    assert late.died == "timeout" and 1.5 <= late.seconds < 3
+    assert [r.seconds >= 0.3 for r in results] == [True, False, False]
+    forged = "s = FINAL.__self__.sock\ns.sendall(b'\\0\\0\\0\\1T0')"
+    assert run(forged)[0].died == "protocol"  # no worker sets its own clock
+
+
+@pytest.mark.parametrize("most, depth", [(1, 0), (3, 2), (8, 2), (8, 7)])
+def test_places_are_given_to_the_deepest_first_and_nobody_waits_for_ever(most, depth):
+    """Trees of more REPLs than there are places; every parent holds its own."""
+    from runtime.places import Places
+
+    places, held, peak = Places(most), 0, 0
+
+    async def grow(level):
+        nonlocal held, peak
+        await places.take(depth - level)
+        held += 1
+        peak = max(peak, held)
+        try:
+            await asyncio.sleep(0)
+            if level < depth:
+                await asyncio.gather(*(grow(level + 1) for _ in range(2)))
+        finally:
+            held -= 1
+            places.give()
+
+    async def go():
+        trees = [asyncio.create_task(grow(0)) for _ in range(20)]
+        await asyncio.sleep(0.001)
+        trees[0].cancel()  # gives back what it had, and waits for nothing
+        done = await asyncio.wait_for(asyncio.gather(*trees, return_exceptions=True), 60)
+        assert sum(isinstance(d, asyncio.CancelledError) for d in done) <= 1
+        with pytest.raises(OSError, match="ulimit -n"):
+            await places.take(most)
+
+    asyncio.run(go())
+    assert peak == most and places.free == most and not held
+
+
 def test_a_failing_query_is_the_machines_failure():
     async def fails(*_):
         raise OSError("no such model")
@@ -442,6 +488,15 @@ def test_forks_and_the_end_of_the_client(end):
     assert first != other and same == "True" and not done.stderr
     eventually(lambda: not alive(first) and not alive(other))
     eventually(lambda: not os.path.exists(base) and not os.path.exists(second))
+
+
+def test_the_first_repl_raises_the_limit_of_open_files_as_far_as_it_may():
+    code = START + ("import resource as r\nhard = r.getrlimit(r.RLIMIT_NOFILE)[1]\n"
+                    "r.setrlimit(r.RLIMIT_NOFILE, (99, hard))\nasyncio.run(start('off'))\n"
+                    "print(r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard))")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True,
+                          cwd=ROOT)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_where_the_kernel_refuses():

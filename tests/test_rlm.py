@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -246,6 +245,57 @@ def test_only_complete_blocks_are_code(text, blocks):
     assert parse(text) == blocks
 
 
+@pytest.mark.parametrize("text, blocks", [
+    # The fences of a thought are no code; what follows the thought is.
+    ("<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", ["b\n"]),
+    ("<think>\n```repl\na\n```\n</think>\n\nDone.", []),
+    ("<think>\n```repl\na\n```\n", []),  # it does not end
+    ("```repl\na\n```\n<think>\n```repl\nb\n```\n", ["a\n"]),
+    # The prompt opened the thought, so the message only ends it.
+    ("so\n```repl\na\n```\n</think>\n```repl\nb\n```\n", ["b\n"]),
+    ("a</think>\n```repl\nb\n```\n<think>```repl\nc\n```\n</think>\n```repl\nd\n```",
+     ["d\n"]),
+    ("```repl\nx = '<think>'\n```\n```repl\ny\n```", ["x = '<think>'\n", "y\n"])])
+def test_what_is_in_a_thought_is_no_code(text, blocks):
+    assert parse(text) == blocks
+    assert parse(text, in_thought=True) == ("</think>" in text) * blocks
+
+
+class Thinker:
+    """A tokenizer of a model that always thinks: its prompt opens each thought."""
+    opens_thought, end_of_turn = True, 0
+
+    def open(self, system, user):
+        return [1]
+
+    def observe(self, text, closed):
+        return [1]
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_a_model_that_always_thinks_acts_when_its_thought_has_ended():
+    policy = Script({(): ["maybe\n" + block("FINAL('in the thought')"),
+                          "yes</think>\n" + block("FINAL(llm_query('x'))")],
+                     (0,): "well ...</think>\n\nright"}, Thinker())
+    root = asyncio.run(rollout(task(), policy, Thinker(), RLMConfig()))
+    assert (root.answer, root.errors) == ("right", [0])
+    silent = Script({(): block("FINAL(llm_query('x'))")}, Thinker())
+    assert asyncio.run(rollout(task(), silent, Thinker(), RLMConfig(max_turns=1))).end == (
+        "turns")
+
+
+def test_a_script_for_a_model_that_always_thinks_ends_the_thought_first():
+    question = tasks.make("notes", random.Random(0))
+    policy = tasks.scripted(tasks.oracle, question, Thinker())
+    root = asyncio.run(rollout(question, policy, Thinker(), RLMConfig()))
+    assert tasks.reward(question, root.answer) == 1.0
+
+
 def test_blocks_run_in_order_until_the_first_error():
     say = "\n".join(map(block, ["print('a'); x = 1", "print('b', x)", "print('c'); 1 / 0",
                                 "print('never')"]))
@@ -363,18 +413,87 @@ def test_sampled_tokens_are_reserved_before_and_refunded_after(tiny):
     assert one_by_one.answer == ["ok"] * 4  # the same budget, refunded in between
 
 
-def test_the_trees_seconds_end_nodes_with_budget(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(rlm, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    async def policy(node, max_tokens, key):
-        now[0] += 6
-        return Completion(block("FINAL(llm_query('x'))") if not node.path else "in time")
-
-    assert run(policy, seconds=7.0).answer == "in time"
-    root = run(policy, seconds=5.0)
+def test_the_trees_seconds_in_code_end_nodes_with_budget():
+    sleep = block("import time; time.sleep(0.4)")
+    says = {(): [sleep, block("FINAL(rlm_query('x'))")], "*": [sleep, block("FINAL('in')")]}
+    assert run(says, seconds=30.0).answer == "in"
+    root = run(says, seconds=0.7)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
+    assert 0.4 <= root.children[0].repl_seconds < 30
+
+
+def test_waiting_for_the_sampler_costs_a_tree_nothing():
+    """Eight equal trees of which one speaks at a time, and not in turn: a queue for the
+    sampler much longer than a tree's own time. All score alike."""
+    turn = None
+
+    async def policy(node, max_tokens, key):
+        nonlocal turn
+        turn = turn or asyncio.Lock()
+        async with turn:
+            time.sleep(0.05)  # a forward pass stops the event loop as well
+            await asyncio.sleep(0.05 * (key[-3] % 3))
+        if not node.path and len(node.turns) < 4:
+            return Completion(block("part = rlm_query('gold', context['p'])"))
+        return Completion(block("FINAL('gold 0.')"))
+
+    start = time.monotonic()
+    done = asyncio.run(collect([evidence(0)] * 8, policy, None, RLMConfig(seconds=1.0)))
+    assert time.monotonic() - start > 2
+    assert [(r.reward, r.failed, r.root.end) for r in done] == [(1.0, "", "final")] * 8
+
+
+def test_a_node_that_writes_no_code_opens_no_repl(monkeypatch):
+    def never(*_):
+        raise AssertionError("a REPL was opened")
+
+    monkeypatch.setattr(Handle, "request", never)
+    assert run({"*": ["nothing"] * 2}, max_turns=2).errors == [0, 1]
+
+
+MANY = """
+import asyncio, resource, sys
+files, trees, children = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+from rlm import RLMConfig, collect
+from tasks import Task
+from tree import Completion
+
+def block(code):
+    return Completion(f"```repl\\n{code}\\n```")
+
+met, all_met = 0, asyncio.Event()
+
+async def policy(node, max_tokens, key):
+    global met
+    if node.depth == 1:
+        return block("FINAL(rlm_query('q', context))")
+    if node.depth == 2:
+        return block("FINAL(context)")
+    if len(node.turns) > 2:
+        return block("FINAL(parts)")
+    met += 1
+    if met == trees:
+        all_met.set()
+    await all_met.wait()  # all trees begin at once
+    return block(f"parts = rlm_query_batched('q', list(range({children})))")
+
+config = RLMConfig(max_depth=2, max_nodes=1 + 2 * children)
+questions = [Task(str(i), "question", "q", "c") for i in range(trees)]
+done = asyncio.run(collect(questions, policy, None, config, tries=1, score=lambda *_: 1.0))
+print(sum(r.root.answer == list(range(children)) for r in done), {r.failed for r in done})
+"""
+
+
+@pytest.mark.parametrize("files, trees, children", [(1024, 64, 15), (100, 12, 9)])
+def test_more_repls_than_the_limit_of_open_files_allows_wait_and_none_is_lost(
+        files, trees, children):
+    """Even where every place is held by a parent that waits for its children."""
+    arguments = map(str, (files, trees, children))
+    done = subprocess.run([sys.executable, "-c", MANY, *arguments], cwd=ROOT, text=True,
+                          capture_output=True, timeout=300)
+    assert done.stdout == f"{trees} {{''}}\n", done.stdout[-500:] + done.stderr[-2000:]
 
 
 def test_a_child_prompt_that_does_not_fit_is_an_error_in_place_and_the_parent_goes_on(tiny):
@@ -519,7 +638,7 @@ def test_if_every_tree_is_lost_the_last_error_is_raised():
 def test_a_repl_that_cannot_start_loses_the_tree(monkeypatch):
     monkeypatch.setattr(tasks, "tools", lambda kind: "1 / 0")
     with pytest.raises(REPLError, match="did not start"):
-        asyncio.run(collect([evidence(0)], Script({"*": "x"}), None, RLMConfig()))
+        asyncio.run(collect([evidence(0)], Script({"*": block("1")}), None, RLMConfig()))
 
 
 def test_at_most_at_once_trees_run_side_by_side():

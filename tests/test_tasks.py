@@ -119,7 +119,7 @@ def test_a_file_is_a_task_like_ours(letters, tmp_path):
     rows.write_text('{"question": "q", "text": "t", "gold": 1}\n{"question": "q"}\n')
     wrong = rf"^{rows} line 2: .*{path} line \d+ in read.*'text'"
     with pytest.raises(ValueError, match=wrong):
-        read(rows, path)
+        read(rows, path, strict=True)
 
 
 @pytest.mark.parametrize("old, new, message", [
@@ -334,16 +334,21 @@ def selection(text, of="p"):
     ("hop", {"gold_docs": [{"docid": "9", "text": ""}]}, "text"),
     ("hop", {"gold_docs": [], "evidence_docs": [], "negative_docs": []}, "gold_docs"),
 ], ids=lambda value: str(value)[:40])
-def test_a_bad_row_is_one_line_that_names_line_and_field(tmp_path, kind, changes, field):
+def test_a_bad_row_is_one_line_that_names_line_and_field(
+        tmp_path, kind, changes, field, capsys):
     path = tmp_path / "rows.jsonl"
     good = ROWS[kind][0]
     bad = {key: value for key, value in (good | changes).items() if value is not ...}
     path.write_text(json.dumps(good) + "\n\n" + json.dumps(bad) + "\n")
     with pytest.raises(ValueError) as error:
-        read(path, kind)
+        read(path, kind, strict=True)
     message = str(error.value)
     assert message.startswith(f"{path} line 3") and f"'{field}'" in message
     assert "\n" not in message and len(message) < 400
+    assert [task.id for task in read(path, kind)] == ["row-1"]
+    said = capsys.readouterr().out
+    assert f"{path}: 1 of 2 rows left out" in said
+    assert message.removeprefix(str(path)) in said
 
 
 @pytest.mark.parametrize("line", [b"[]", b"7", b"null", b'"x"', b"{}", b"{", b"\xff\xfe{}",
@@ -354,8 +359,39 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
     for kind in ROWS:
         wrong = "rows.jsonl line 1: (not JSON|lacks field)"
         with pytest.raises(ValueError, match=wrong) as error:
-            read(path, kind)
+            read(path, kind, strict=True)
         assert "\n" not in str(error.value) and len(str(error.value)) < 400
+        with pytest.raises(ValueError, match="none of its 1 rows can be used.* line 1: "):
+            read(path, kind)
+
+
+def test_bad_rows_are_left_out_counted_and_the_first_ones_named(tmp_path, capsys):
+    good = ROWS["evidence"][0]
+    rows = [good, good | {"evidence": []}, good | selection("Never written."), good]
+    rows += [good | {"question": 3}] * 8
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [task.id for task in read(path, "evidence")] == ["row-1", "row-4"]
+    first, *named, last = capsys.readouterr().out.splitlines()
+    assert "10 of 12 rows left out" in first and "--strict" in first
+    assert "line 2: field 'evidence' is empty" in named[0]
+    assert "line 3: evidence[0]: field 'text'" in named[1] and len(named) == 5
+    assert "5 more" in last
+
+
+@pytest.mark.parametrize("paper, quoted", [
+    ("A line\nbroken here.", "A line\r\nbroken here."),
+    ("A line\r\nbroken here.", "A line\nbroken here."),
+    ("A line\u2028broken here.", "A line broken here."),
+    ("A line broken here.", "A line\n  broken\u00a0here."),
+    ("A line\u00a0broken\u2029 here.", "A line broken here.\u2028")])
+def test_a_selection_may_have_other_line_breaks_than_its_paper(tmp_path, paper, quoted):
+    """The gold is then what the paper says: that is what an answer can quote."""
+    row = ROWS["evidence"][0] | {"papers": [PAPER | {"text": f"Before. {paper} After."}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | selection(quoted)))
+    task, = read(path, "evidence", strict=True)
+    assert task.answer == {"p": [paper]} and reward(task, [paper]) == 1.0
 
 
 def test_a_file_without_rows_is_an_error(tmp_path):
@@ -378,6 +414,32 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
     for few in ([], every[:1]):
         with pytest.raises(ValueError, match="at least 2"):
             split(few)
+
+
+def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
+    def row(i, *papers):
+        return Task(str(i), "evidence", "q", {f"{i}-{p}": f"text of {p}" for p in papers})
+
+    # Rows 0 to 3 are one chain of shared papers, of which the ends share none.
+    chain = [row(i, i, i + 1) for i in range(4)]
+    pairs = [row(i, 100 + i // 2) for i in range(10, 30)]
+    train, held = split(chain + pairs)
+    assert len(held) == 4 and len(train) == 20
+
+    def texts(tasks):
+        return {text for task in tasks for text in task.context.values()}
+
+    assert not texts(train) & texts(held)
+    same = [Task(str(i), "code", "q", "one\ntext" if i < 5 else "one text", "A")
+            for i in range(10)]
+    assert {t.id for t in split([*same, row(99, 99)])[1]} == {"99"}  # the only other one
+
+
+def test_rows_that_all_share_papers_are_split_all_the_same_and_it_is_said(capsys):
+    every = [Task(str(i), "evidence", "q", {"p": "the same"}, {}) for i in range(10)]
+    train, held = split(every)
+    assert len(held) == 2 and len(train) == 8
+    assert "share a text" in capsys.readouterr().out
 
 
 def test_the_word_is_quoted_or_the_longest_of_the_question_that_occurs():

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import rlm
 from runtime.bpe_files import STEPS
 from tokenizer import CHATML, MARKERS, NO_THINKING, RUN, Tokenizer
+from tree import Turn
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,
@@ -205,6 +207,23 @@ def test_models_that_are_not_hybrid_have_no_choice(qwen, template, opens, thinki
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n" + opens
     assert tok.open("", "q") == with_markup(qwen, text)
     assert tok.observe("q", closed=True) == with_markup(qwen, "\n" + text)
+
+
+def test_a_model_that_always_thinks_is_warned_of_and_learns_to_end_its_thought(
+        tiny, capsys):
+    more = {"<think>": tiny.vocab_size, "</think>": tiny.vocab_size + 1}
+    added = {str(i): {"content": token} for token, i in (tiny.special | more).items()}
+    always = "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+    for template, opens in ((CHATML, False), (always, True)):
+        config = tiny.config | {"chat_template": template, "added_tokens_decoder": added}
+        tok = Tokenizer(tiny.vocab, tiny.merges, config)
+        assert tok.opens_thought == opens
+        rlm.warn_of_thoughts(tok, rlm.RLMConfig(turn_tokens=77))
+        said = capsys.readouterr().err
+        assert said.count("\n") == opens and ("77 tokens" in said) == opens
+        for text, begin in (("FINAL(1)", "</think>\n\n"), ("a</think>b", "")):
+            turn, = tok.encode_turns([Turn("assistant", text)])
+            assert tok.decode(turn.ids[:-1]) == (begin if opens else "") + text
 
 
 def test_chat_pieces(tiny):

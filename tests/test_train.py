@@ -1,4 +1,5 @@
 """Short runs through the command line: what they leave behind, resuming, bad input."""
+import asyncio
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from runtime import checkpoint, plan
 from runtime.flags import parse
 from runtime.parallel import World
 from runtime.run import BUILT_IN, Start, starting_point
+from runtime.stop import Stopped
 from tokenizer import Tokenizer
 from tree import Rollout
 
@@ -90,7 +92,7 @@ def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch):
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
     report = tmp_path / "rows.json"
     assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
-                   "--n", 3, "--json", report) is None
+                   "--split", "all", "--n", 3, "--json", report) is None
     (row,) = json.loads(report.read_text())["rows"]
     assert row["task"] == "evidence" and row["method"] == "rlm1" and row["n"] == 3
     assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1 and row["length"] > 100
@@ -281,22 +283,27 @@ def test_where_a_run_starts_from(last, phase, step, rank, weights, adapter, opti
         weights, adapter, optimizer, last or "", state)
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(short_run, tmp_path, monkeypatch):
-    """Ctrl-C in the second step, then --resume: as if it had never stopped."""
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_resumes_to_the_same_weights(
+        number, status, short_run, tmp_path, monkeypatch, capsys):
+    """Stopped while it samples the second step, then --resume: as if it had never been."""
     collect, calls = rlm.collect, []
 
     async def interrupted(questions, *args, **more):
         calls.append(len(questions))
         if calls.count(4) == 2:  # 2 questions x 2 trees: the second step
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(600)
         return await collect(questions, *args, **more)
 
     out = tmp_path / "b"
+    before = signal.getsignal(number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlm, "collect", interrupted)
-        assert "--resume" in command(train, patch, *SHORT, "--out", out, "--model",
-                                     short_run / "init")
-    assert not (out / "result.json").exists()
+        assert command(train, patch, *SHORT, "--out", out, "--model",
+                       short_run / "init") == status
+    assert capsys.readouterr().err == "train.py: interrupted; continue with --resume\n"
+    assert signal.getsignal(number) is before and not (out / "result.json").exists()
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
     # The flags come from run.json.
@@ -306,9 +313,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(short_run, tmp_path, mon
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_ctrl_c_in_the_optimizers_step_saves_the_step_that_was_taken(
-        short_run, tmp_path, scripted_trees, monkeypatch):
-    """Weights and counter agree, whichever thread receives the signal."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_optimizers_step_saves_the_step_that_was_taken(
+        number, short_run, tmp_path, scripted_trees, monkeypatch):
+    """Weights, counter and metrics agree, whichever thread receives the signal."""
     trainer = make_trainer(monkeypatch, tmp_path / "i", "--model", short_run / "warmup",
                            "--warmup-steps", 0, "--heldout", 1, "--steps", 2)
     trainer.end_warm_up()
@@ -316,15 +324,60 @@ def test_ctrl_c_in_the_optimizers_step_saves_the_step_that_was_taken(
     step = trainer.optimizer.step
 
     def interrupted():
-        os.kill(os.getpid(), signal.SIGINT)
-        return step()
+        step()
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(trainer.optimizer, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped) as stopped, trainer.run.stop:
         one_step(trainer, scripted_trees)
-    assert trainer.run.state["step"] == 1
+    assert stopped.value.number == number
+    assert trainer.run.state["step"] == 1 and lines(tmp_path / "i")[-1]["step"] == 1
     assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
     trainer.world.release()
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once():
+    code = ("import time; from runtime.stop import Stop\n"
+            "with Stop(loud=True):\n    print('ready', flush=True)\n"
+            "    while True:\n        time.sleep(0.01)")
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    assert "at once" in run.stdout.readline() and run.poll() is None
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 130 and errors == "train.py: ended at once\n"
+
+
+def test_a_run_saves_when_ten_minutes_have_passed(short_run, tmp_path, monkeypatch):
+    flags = (*SHORT, "--model", short_run / "warmup", "--warmup-steps", 0, "--heldout", 1)
+    for seconds, saved in ((600, ["grpo-000000", "grpo-000002"]),
+                           (0, ["grpo-000001", "grpo-000002"])):
+        monkeypatch.setattr("runtime.run.SAVE_SECONDS", seconds)
+        out = tmp_path / str(seconds)
+        assert command(train, monkeypatch, *flags, "--out", out) is None
+        assert sorted(os.listdir(out / "checkpoints")) == saved
+
+
+@pytest.mark.parametrize("error, is_shown", [
+    (RuntimeError("[pair.cc:534] gloo: Connection closed by peer [127.0.0.1]:99"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+    (torch.OutOfMemoryError("CUDA out of memory"), True)])
+def test_of_several_ranks_only_the_death_of_another_is_one_line(
+        error, is_shown, tmp_path, monkeypatch):
+    """A bug keeps its traceback."""
+    def fails(config, world):
+        world.size = 2
+        raise error
+
+    monkeypatch.setattr(train, "Trainer", fails)
+    if is_shown:
+        with pytest.raises(RuntimeError, match=str(error)):
+            command(train, monkeypatch, "--out", tmp_path / "a")
+    else:
+        message = command(train, monkeypatch, "--out", tmp_path / "a")
+        assert message == f"train.py: {error}"
 
 
 def test_a_run_of_an_earlier_version_resumes_if_its_flags_are_built_in_now(
@@ -393,11 +446,11 @@ def test_an_unknown_flag_or_a_wrong_type_is_an_error(args, tmp_path, monkeypatch
     assert args[0] in capsys.readouterr().err
 
 
-def test_the_help_shows_at_most_35_flags_in_groups(monkeypatch, capsys):
+def test_the_help_shows_at_most_36_flags_in_groups(monkeypatch, capsys):
     assert command(train, monkeypatch, "--help") == 0
     said = capsys.readouterr().out
     flags = [line.split()[0] for line in said.splitlines() if line.startswith("  --")]
-    assert len(flags) == len(set(flags)) <= 35
+    assert len(flags) == len(set(flags)) <= 36
     places = [said.index(f"\n{title}:") for title in (
         "common flags", *train.GROUPS)]
     assert places == sorted(places)
@@ -428,15 +481,21 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert capsys.readouterr().out == table  # a run starts with what --plan prints
 
 
-def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch):
+def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
     rows = Path(DATA).read_text(encoding="utf-8").splitlines()
     row = json.loads(rows[1])
     row["evidence"][0]["selections"][0]["text"] = "never written"
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join([rows[0], json.dumps(row), *rows[2:]]))
-    message = command(train, monkeypatch, "--data", bad, "--out", tmp_path / "h")
+    message = command(
+        train, monkeypatch, "--data", bad, "--strict", "--out", tmp_path / "h")
     assert "line 2" in message and "does not occur" in message
     assert not (tmp_path / "h").exists()
+    config = train.Config(data=str(bad), warmup_steps=0)
+    asked, heldout, _ = train.read_questions(config)
+    assert len(asked) + len(heldout) == len(rows) - 1
+    said = capsys.readouterr().out
+    assert "1 of 6 rows left out" in said and "line 2: evidence[0]: field 'text'" in said
 
 
 # --- what takes minutes -------------------------------------------------------------------
