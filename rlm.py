@@ -485,7 +485,8 @@ class RLM:
         return self.trace.answer
 
 
-def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto") -> RLMConfig:
+def load_config(model_dir: str, positions: float = math.inf,
+                sandbox: str = "auto") -> RLMConfig:
     """rlm.json of a checkpoint, or the defaults.
 
     The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter

@@ -19,8 +19,8 @@ from tasks.text import characters, how_many
 __all__ = ["TOOLS"]
 
 STRATEGY = """\
-The context is a dict {name: words}. Return a dict {name: kind} of the notes from the place \
-in question, and no others; a kind is animals, plants, tools or foods.
+The context is a dict {name: words}. Return a dict {name: kind} of the notes from the \
+place in question, and no others; a kind is animals, plants, tools or foods.
 1. Find the notes from the place with code: it is in their names.
 2. Let a child read each of them: rlm_query_batched("Kind? Answer with animals, plants, \
 tools or foods.", [context[i] for i in names]).
