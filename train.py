@@ -68,7 +68,7 @@ class WarmupConfig:
     warmup_trees: int = flag(
         AS_SUITS, "scripted trees that are run once and reused" + SUITS, AS_SUITS)
     warmup_lr: float = flag(
-        AS_SUITS, "peak learning rate of the warm-up" + SUITS, AS_SUITS)
+        float(AS_SUITS), "peak learning rate of the warm-up" + SUITS, AS_SUITS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        AS_SUITS, "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS, common=True)
+        float(AS_SUITS), "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS, common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
     dtype: str = flag(
@@ -619,8 +619,13 @@ def settle(config: Config) -> tuple[Suits, Config]:
         values["warmup_lr"] *= times
     if suits is PRETRAINED and not config.warmup:
         values["warmup_steps"] = 0
-    missing = {name: value for name, value in values.items()
-               if getattr(config, name) == AS_SUITS}
+    missing = {}
+    for name, value in values.items():
+        given = getattr(config, name)
+        if given == AS_SUITS:
+            missing[name] = value
+        elif given < 0:
+            raise ValueError(f"{name} is {given}; it is {AS_SUITS}, or not below 0")
     return suits, replace(config, **missing)
 
 

