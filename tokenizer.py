@@ -193,6 +193,8 @@ class Tokenizer:
         if not self._missing or max(ids, default=0) < self.vocab_size:
             return ids
         # A byte is left out after the text is cut, and before its neighbours are merged.
+        # tiktoken does not tell where it cuts, so regex does that. Where the two know
+        # different versions of Unicode, they may disagree about its newest letters.
         import regex  # comes with tiktoken; the standard library's re has no \p{L}
 
         words = regex.findall(PATTERNS[self.cut], text)
