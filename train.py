@@ -132,7 +132,7 @@ class Suits:
 
 
 # A model made from nothing. Clipping at 1.0, a rare large gradient undid its steps.
-SCRATCH = Suits(450, 1024, 32, 3e-3, 50, 5e-4, 4.0, 0.2)
+SCRATCH = Suits(450, 1024, 32, 3e-3, 50, 7e-4, 4.0, 0.2)
 # A pretrained one: the rates of published runs.
 PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank

@@ -113,8 +113,8 @@ def kind_of(text: str) -> str:
 
 # Shares of good and bad strategies. Only filter with read is right: which is which is for
 # the reinforcement to find out.
-ROOT_SCRIPTS = {"filter": 0.4, "all": 0.15, "one": 0.15, "read": 0.2, "forget": 0.1}
-CHILD_SCRIPTS = {"read": 0.4, "guess": 0.45, "look": 0.15}
+ROOT_SCRIPTS = {"filter": 0.45, "all": 0.15, "one": 0.2, "read": 0.12, "forget": 0.08}
+CHILD_SCRIPTS = {"read": 0.5, "guess": 0.4, "look": 0.1}
 
 
 def demonstrate(task, node, rng):
