@@ -295,4 +295,7 @@ def flags_of_run(args) -> dict:
     path = os.path.join(args.out, "run.json")
     if not args.resume or not os.path.exists(path):
         return {}
-    return read_json(path)
+    flags = read_json(path)
+    if flags["lr"] == 0:  # in earlier versions: the usual rate
+        flags["lr"] = -1.0
+    return flags

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,7 +272,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 @pytest.mark.parametrize("last, phase, step, rank, weights, adapter, optimizer", [
     (None, "warmup", 0, 0, "M", "", ""),
     ("C", "warmup", 0, 0, "C", "", ""),
-    ("C", "warmup", 7, 16, "C", "", "C/optimizer"),
+    ("C", "warmup", 7, 16, "M", "C/adapter", "C/optimizer"),
     ("C", "grpo", 0, 0, "C", "", ""),
     ("C", "grpo", 7, 0, "C", "", "C/optimizer"),
     ("C", "grpo", 0, 16, "O/warmup", "C/adapter", ""),
@@ -281,6 +282,31 @@ def test_where_a_run_starts_from(last, phase, step, rank, weights, adapter, opti
     state = {"phase": phase, "step": step}
     assert starting_point(config, last, state) == Start(
         weights, adapter, optimizer, last or "", state)
+
+
+def test_a_warm_up_from_nothing_trains_and_keeps_all_weights():
+    config, state = train.Config(out="O", lora_rank=16), {"phase": "warmup", "step": 7}
+    assert starting_point(config, "C", state).weights == "C"
+
+
+@pytest.mark.parametrize("flags, scratch, want", [
+    ({}, True, (450, 3e-3, 50, 7e-4)),
+    ({"lora_rank": 1}, True, (450, 3e-3, 50, 2.8e-3)),
+    ({"lr": 0.5, "warmup_steps": 3, "steps": 0}, True, (3, 3e-3, 0, 0.5)),
+    ({"model": "M"}, False, (0, 1e-5, 100, 1e-6)),
+    ({"model": "M", "warmup": "scripts"}, False, (60, 1e-5, 100, 1e-6)),
+    ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 100, 2e-5)),
+    ({"model": "M"}, True, (450, 3e-3, 50, 7e-4))])
+def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
+    """What was pretrained gets no scripts that it did not ask for, and small steps."""
+    limits = replace(rlm.RLMConfig(), scratch=scratch)
+    monkeypatch.setattr(rlm, "load_config", lambda path: limits)
+    _, config = train.settle(train.Config(**flags))
+    got = config.warmup_steps, config.warmup_lr, config.steps, config.lr
+    assert got == pytest.approx(want)
+    assert train.settle(config)[1] == config
+    with pytest.raises(ValueError, match="lr is -0.5; it is -1, or not below 0"):
+        train.settle(train.Config(lr=-0.5))
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -477,8 +503,11 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert "needs" in message and "the device has 0.1" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
+    assert table.count("\n") == 13 and "a model made from nothing" in table
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
-    assert capsys.readouterr().out == table  # a run starts with what --plan prints
+    planned = capsys.readouterr().out  # a run starts with what --plan prints
+    assert planned.splitlines()[:12] == table.splitlines()[:12]
+    assert "the largest window that fits" in planned
 
 
 def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
