@@ -1,10 +1,13 @@
 """What several test files share. Before torch is loaded: one thread, for small models on a
 machine that may be busy."""
 import os
+import signal
 import sys
 
 import pytest
 
+# A job in the background begins with Ctrl-C ignored, but tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "

@@ -18,6 +18,7 @@ import model as model_module
 from lab import golden
 from model import Qwen3, Qwen3Config
 from runtime import hf
+from runtime.attention import linear_float32
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = ROOT.parent / "shared" / "qwen3-4b-base"
@@ -694,3 +695,19 @@ def test_an_adapter_is_no_checkpoint(tmp_path):
     build().add_lora(1, 32.0).save_adapter(tmp_path, "base")
     line = refusal(tmp_path)
     assert str(tmp_path / "config.json") in line and "adapter_config.json" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_float32_whatever_layers_compute_in(dtype):
+    """In training and in sampling: they are those of the exact product."""
+    model = build().to(dtype)
+    ids = torch.randint(0, model.config.vocab_size, (1, 30))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        hidden = model.hidden(ids)[0, :-1].double()
+        exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
+        got, _ = model.logprobs(ids, mask)
+    want = exact.gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    logits = linear_float32(hidden.to(dtype), model.lm_head.weight)
+    assert logits.dtype == torch.float32

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,47 @@ def test_a_batch_without_signal_changes_no_weight(short_run, tmp_path, scripted_
     assert row["rows"] == row["grad_norm"] == 0
     assert row["skipped"] == 1 and row["entropy"] is None
     assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    trainer.world.release()
+
+
+def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
+        short_run, tmp_path, scripted_trees, monkeypatch):
+    """Too large a scale is halved until the gradient is finite; then the step is the one
+    that float32 takes, up to the rounding of float16."""
+    moved = {}
+    for dtype in ("float32", "float16"):
+        trainer = make_trainer(
+            monkeypatch, tmp_path / dtype, "--model", short_run / "warmup", "--heldout", 1,
+            "--warmup-steps", 0, "--steps", 9, "--lora-rank", 2, "--dtype", dtype)
+        trainer.end_warm_up()
+        assert trainer.model.lm_head.weight.dtype == getattr(torch, dtype)
+        state = trainer.run.state
+        assert state["scale"] == (train.FIRST_SCALE if dtype == "float16" else 1.0)
+        state["scale"] *= 2.0 ** 40 if dtype == "float16" else 1.0
+        weights = trainer.model.adapters()
+        start = {name: weight.detach().clone() for name, weight in weights.items()}
+        left_out = 0
+        while all(torch.equal(start[name], weights[name]) for name in start):
+            before = state["scale"]
+            row = one_step(trainer, scripted_trees)
+            left_out += state["scale"] == before / 2
+            trainer.run.state["step"] = 4  # the same rate in every attempt
+        assert math.isfinite(row["grad_norm"]) and (left_out > 10) == (dtype == "float16")
+        moved[dtype] = torch.cat([(weights[name] - start[name]).flatten()
+                                  for name in start]), row["grad_norm"]
+        trainer.world.release()
+    (exact, norm), (half, half_norm) = moved.values()
+    assert half_norm == pytest.approx(norm, rel=0.05)
+    assert torch.cosine_similarity(exact, half, 0) > 0.9
+
+
+def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
+    trainer = make_trainer(monkeypatch, tmp_path / "w", "--model", short_run / "init",
+                           "--warmup-steps", 1, "--heldout", 1)
+    old = [weakref.ref(weight) for weight in trainer.model.parameters()]
+    trainer.warm_up()
+    trainer.end_warm_up()
+    assert len(old) > 40 and not any(weight() is not None for weight in old)
     trainer.world.release()
 
 
