@@ -82,7 +82,8 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        float(AS_SUITS), "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS, common=True)
+        float(AS_SUITS), "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS,
+        common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
     dtype: str = flag(

@@ -38,7 +38,7 @@ def reply(messages: list[dict]) -> str:
         sentences = re.findall(r"The [^.\n]*\.", user)
         return "\n".join(s.strip() for s in sentences if term in s)
     if "context: dict" in user:
-        return (f"```repl\nps = [p for p in context.values() if '{term}' in p]\n"
+        return (f"```repl\nps = [p for n, p in context.items() if '{term}' in n + p]\n"
                 f"FINAL(rlm_query_batched('Quote \"{term}\".', ps))\n```")
     return f"```repl\nFINAL(search(context, '{term}', 0))\n```"
 
