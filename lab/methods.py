@@ -7,7 +7,7 @@
 Each returns the tree of its calls, like rlm.rollout, so that everything after it (scores,
 costs, the report) treats all methods alike. A baseline's answer is a text. For evidence
 its lines are taken as the sentences, since a text of several would be found nowhere. For
-notes it is read as JSON or as lines like "n3: foods", and the question says so.
+notes it is read as JSON or as lines like "Kelso 3: foods", and the question says so.
 
 Left out: embeddings, rerankers, agents with other tools. Standard library and the text side
 only.
@@ -39,13 +39,13 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
     showed the model."""
     if task.kind == "notes":  # the strategy names the kinds, the question does not
         kinds = ", ".join(notes.WORDS)
-        task = replace(task, query=f"{task.query} One a line, as n3: foods. Of: {kinds}.")
+        task = replace(task, query=f"{task.query} One a line, as Kelso 3: foods. Of: {kinds}.")
     root, seen = await BASELINES[name](task, _Caller(policy, tokenizer, config, key))
     if task.kind == "evidence" and isinstance(root.answer, str):
         root.answer = sentences(root.answer)
     if task.kind == "notes" and isinstance(root.answer, str):
         kinds = "|".join(notes.WORDS)
-        root.answer = dict(re.findall(rf"(\w+)\W+({kinds})\b", root.answer))
+        root.answer = dict(re.findall(rf"(\w+ \d+)\W+({kinds})\b", root.answer))
     return root, seen
 
 

@@ -677,7 +677,7 @@ def test_every_completion_has_a_key_of_its_own():
 
 def test_a_configuration_survives_its_file(tmp_path):
     path = str(tmp_path / "rlm.json")
-    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief",
+    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", True,
                        Limits(seconds=1.5, output_chars=77))
     config.save(path)
     assert RLMConfig.load(path) == config and os.listdir(tmp_path) == ["rlm.json"]

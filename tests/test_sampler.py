@@ -693,7 +693,7 @@ def test_good_weights_can_be_loaded_after_weights_that_were_not_finite():
             weight.fill_(float("nan"))
 
     async def main():
-        sampler = make(broken, batch=3)
+        sampler = make(broken, batch=3, copy=True)
         rows = [[1 + i] * (2 + 9 * i) for i in range(3)]
         done = await gather(*(sampler.generate(row, 4) for row in rows))
         assert all(isinstance(got, SamplerError) for got in done)

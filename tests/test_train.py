@@ -158,7 +158,7 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
     for dtype in ("float32", "float16"):
         trainer = make_trainer(
             monkeypatch, tmp_path / dtype, "--model", short_run / "warmup", "--heldout", 1,
-            "--warmup-steps", 0, "--steps", 9, "--lora-rank", 2, "--dtype", dtype)
+            "--warmup-steps", 0, "--steps", 1, "--lora-rank", 2, "--dtype", dtype)
         trainer.end_warm_up()
         assert trainer.model.lm_head.weight.dtype == getattr(torch, dtype)
         state = trainer.run.state
@@ -168,10 +168,9 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
         start = {name: weight.detach().clone() for name, weight in weights.items()}
         left_out = 0
         while all(torch.equal(start[name], weights[name]) for name in start):
-            before = state["scale"]
+            before, state["step"] = state["scale"], 0
             row = one_step(trainer, scripted_trees)
             left_out += state["scale"] == before / 2
-            trainer.run.state["step"] = 4  # the same rate in every attempt
         assert math.isfinite(row["grad_norm"]) and (left_out > 10) == (dtype == "float16")
         moved[dtype] = torch.cat([(weights[name] - start[name]).flatten()
                                   for name in start]), row["grad_norm"]
@@ -276,8 +275,6 @@ def test_every_objective_moves_the_weights_and_logs_what_to_watch(
     assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
     assert all(math.isfinite(row[name]) for name in (*WATCHED[1:], "loss", "grad_norm"))
     assert sum(depth["share"] for depth in row["by_depth"]) == pytest.approx(1)
-    if "--lora-rank" in flags:
-        assert row["gap"] < 1e-5  # before the update the adapters change nothing
     if "--updates" in flags:
         assert row["kl"] > 0
     else:
@@ -539,10 +536,10 @@ def test_a_run_that_cannot_fit_stops_before_loading(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(Qwen3, "from_pretrained", never)
-    monkeypatch.setattr(plan, "device_bytes", lambda device: 100 << 20)
+    monkeypatch.setattr(plan, "device_bytes", lambda device: 10 << 20)
     message = command(train, monkeypatch, "--model", short_run / "final", "--out",
                       tmp_path / "i")
-    assert "needs" in message and "the device has 0.1" in message and "\n" not in message
+    assert "needs" in message and "the device has 0.0" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
     assert table.count("\n") == 13 and "a model made from nothing" in table
