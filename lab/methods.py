@@ -39,7 +39,8 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
     showed the model."""
     if task.kind == "notes":  # the strategy names the kinds, the question does not
         kinds = ", ".join(notes.WORDS)
-        task = replace(task, query=f"{task.query} One a line, as Kelso 3: foods. Of: {kinds}.")
+        form = f"One a line, as Kelso 3: foods. Of: {kinds}."
+        task = replace(task, query=f"{task.query} {form}")
     root, seen = await BASELINES[name](task, _Caller(policy, tokenizer, config, key))
     if task.kind == "evidence" and isinstance(root.answer, str):
         root.answer = sentences(root.answer)
