@@ -231,12 +231,15 @@ class _Tree:
             node.errors.append(turn)
             return NO_BLOCK
         await repl.start()
-        seen = []
+        seen, room = [], self.config.limits.output_chars  # for all blocks of a message
         for code in blocks:
             result = await repl.execute(code, partial(self.query, node, context))
             node.repl_seconds += result.seconds
             self.seconds_left -= result.seconds
-            seen += [part for part in (result.stdout, result.error) if part]
+            for part in filter(None, (result.stdout, result.error)):
+                # The first part was cut by the REPL, which says how much is missing.
+                seen.append(part[:room] if seen else part)
+                room = max(0, room - len(part))
             if result.error:
                 node.errors.append(turn)
             if result.done:

@@ -407,6 +407,20 @@ def test_what_one_print_of_notes_tells():
     assert 0.4 < scores[12] < 0.6 and max(scores.values()) < 0.8, scores
 
 
+def test_several_blocks_of_a_message_show_no_more_than_one():
+    """Else a root without children could print one note per block."""
+    import train
+
+    task = make("notes", random.Random(0))
+    one, two = list(task.context.values())[:2]
+    code = "".join(block(f"print({text!r})") + "\n" for text in (one, two))
+    config = replace(train.tiny_rlm(train.Config()), max_nodes=1)
+    policy = tasks.scripted(lambda task, node: code, task, None)
+    root = asyncio.run(rollout(task, policy, None, config))
+    seen = root.turns[3].text
+    assert one in seen and two not in seen
+
+
 def test_training_and_held_out_terms_are_disjoint():
     rng = random.Random(0)
     train, held = ({make_term(rng, h) for _ in range(20_000)} for h in (False, True))
