@@ -1,9 +1,10 @@
 """notes: what each note from one place is about.
 
 `Sort the notes from "Kelso".` Which notes are from the place can be searched for. Whether
-one is about an animal, a plant, a tool or a food has to be read: one of its words says so,
-among others that say nothing, and the words are too many to be written as code. A print
-shows one note and no more, and a node prints once. So the root has to ask children.
+one is about an animal, a plant, a tool or a food is in no text: one of its words says so,
+among others that say nothing. What a message prints is cut at the length of one note, so
+the scripts that are good ask children. There are ways without, which no script shows: to
+write the dictionary as code, or to print two letters of each word.
 
 Gold is {name: kind}. The score is the share of right kinds among all notes that the
 answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
