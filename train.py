@@ -504,8 +504,8 @@ class Trainer:
         (loss * self.world.size * self.run.state["scale"]).backward()
 
     def optimizer_step(self, lr: float, loss: float) -> float:
-        """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
-        FloatingPointError before a NaN gets into the weights.
+        """Clip the gradient, step, clear it. Returns its norm before clipping, 0 if there
+        was no step. Raises FloatingPointError before a NaN gets into the weights.
 
         float16 has no numbers below 6e-8 and none above 65,504. So there the loss is
         multiplied by a scale, and the gradient divided by it. If a gradient was too large,
@@ -533,7 +533,7 @@ class Trainer:
                 state["scale"] /= 2
             elif state["good"] % 100 == 0:
                 state["scale"] *= 2.0
-        return norm
+        return norm if good else 0.0
 
     # --- questions, scores, and what people see -------------------------------------------
 

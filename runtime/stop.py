@@ -65,4 +65,6 @@ class Stop:
         try:
             return asyncio.run(cancellable())
         except asyncio.CancelledError:
+            if not self.number:
+                raise
             return None
