@@ -47,6 +47,7 @@ from tree import Completion, Node, Rollout
 
 RLM_METHODS = ("rlm0", "rlm1", "rlm2", "rlm0-bare", "rlm1-bare", "rlm2-bare")
 ANSWERED = ("final", "text")  # the ends of a root that gave an answer
+LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
 
 
 # ------------------------------------------------------------------------------------------
@@ -56,7 +57,6 @@ def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
                   times: int = 1) -> list[Task]:
     """n generated questions that training never saw, about `times` as long as usual.
 
-    Longer ones differ by a fifth in length: no score hangs on one number of documents.
     `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
     length that the kind cannot have."""
     questions = []
@@ -66,7 +66,7 @@ def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
         if times > 1:
             # A kind without TOKENS has one length: tasks.make refuses to make another.
             usual = getattr(tasks.load(task), "TOKENS", 0)
-            tokens = round(times * usual * rng.uniform(0.8, 1.2))
+            tokens = round(times * usual * rng.uniform(*LONGER))
         questions.append(tasks.make(task, rng, tokens, heldout=True))
     return questions
 

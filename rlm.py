@@ -340,13 +340,13 @@ def parse(text: str, in_thought: bool = False) -> list[str]:
 
 
 def spoken(text: str, in_thought: bool = False) -> str:
-    """A message without the thought that it begins with: what follows the last </think>.
+    """A message without the thought that it begins with: what follows </think>.
 
-    `in_thought` says that the prompt has opened the thought. "" if it does not end."""
-    _, ended, rest = text.rpartition("</think>")
-    if ended:
-        return rest.lstrip()
-    return "" if in_thought or text.startswith("<think>") else text
+    `in_thought` says that the prompt has opened the thought. "" if it does not end. Further
+    on, </think> is text like any other: code may contain it."""
+    if in_thought or text.lstrip().startswith("<think>"):
+        return text.partition("</think>")[2].lstrip()
+    return text
 
 
 def warn_of_thoughts(tokenizer, config: RLMConfig) -> None:
@@ -468,7 +468,7 @@ class RLM:
         from sampler import Sampler
         from tokenizer import Tokenizer
 
-        model = Qwen3.from_pretrained(model_dir, compute_dtype("auto", model_dir), DEVICE)
+        model = Qwen3.from_pretrained(model_dir, compute_dtype(model_dir), DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         warn_of_thoughts(self.tokenizer, self.config)

@@ -17,7 +17,6 @@ GRPO trains adapters. So the model without its adapters is the one that GRPO sta
 its share of a step's questions; for the update, the nodes of all trees are divided among
 the ranks (runtime/parallel.py). runtime/run.py says what a run writes. """
 import asyncio
-import contextlib
 import gc
 import math
 import os
@@ -49,6 +48,7 @@ from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, facts, flags_of_run
 from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
+from tasks.text import MOST
 from tokenizer import Tokenizer
 from tree import Rollout, read_rollouts, render
 
@@ -62,7 +62,7 @@ class WarmupConfig:
     """The supervised steps before GRPO."""
     warmup: str = flag(
         "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
-            "scripts for a model made here, nothing for a pretrained one", common=True)
+            "scripts for a model that is made, nothing with --model", common=True)
     warmup_steps: int = flag(
         AS_SUITS, "supervised steps before GRPO; 0: none" + SUITS, AS_SUITS)
     warmup_trees: int = flag(
@@ -170,9 +170,9 @@ class Trainer:
     """One run: its questions, its model, its sampler. `train` does everything in order."""
 
     def __init__(self, config: Config, world: World):
+        have = plan.memory(world)
         with world.together():
-            self.suits, config = settle(config)
-        self.config = config
+            self.config = config = settle(config)
         self.world = world
         self.run = run = Run(self, config, world)
         world.agree(facts(config))
@@ -212,12 +212,14 @@ class Trainer:
             self.teacher = None
             if config.warmup not in ("", "scripts") and warms_up:
                 self.teacher = teacher_trees(config.warmup, self.tokenizer)
-            self.dtype = compute_dtype(config.dtype, config.model)
+            self.suits = SCRATCH if self.rlm.scratch else PRETRAINED
+            self.dtype = TYPES[config.dtype]
             first = FIRST_SCALE if self.dtype == torch.float16 else 1.0
             start.state.setdefault("scale", first)
             all_weights = warms_up and not adapters
-            self.plan = plan.of_run(config, shape, self.rlm.window, self.dtype, world,
-                                    all_weights, least_window(source, self.rlm))
+            least = least_window(source, self.rlm)
+            self.plan = plan.of_run(config, shape, self.rlm.window, have).fitted(
+                world.size, all_weights, least)
             self.rlm = replace(self.rlm, window=self.plan.window)
             print(self.plan.table())
             print(self.opening())
@@ -249,10 +251,9 @@ class Trainer:
         if config.warmup_steps:
             warmup = (f"{config.warmup_steps} warm-up steps at {config.warmup_lr:g} on "
                       f"{config.warmup or 'scripts'}")
-        return (f"{kind}: {warmup}; GRPO on {trained} at {config.lr:g}, in {self.dtype}; "
+        return (f"{kind}: {warmup}; GRPO on {trained} at {config.lr:g}, in {config.dtype}; "
                 f"{limits.style} prompts, a window of {limits.window:,} tokens, at most "
-                f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens".replace(
-                    "torch.", ""))
+                f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens")
 
     def load(self, path: str, adapters: bool) -> None:
         """The weights of a directory, this rank's share of them, and a fresh optimizer."""
@@ -349,7 +350,7 @@ class Trainer:
                 loss += part.item()
             loss = sum(self.world.gather(loss))
 
-            rising = min((step + 1) / 50, 1.0)
+            rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
             cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
             lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
             self.optimizer_step(lr, loss)
@@ -512,8 +513,9 @@ class Trainer:
         the step is left out and the scale halved; after 100 good steps it is doubled."""
         state = self.run.state
         weights = [w for w in self.model.parameters() if w.grad is not None]
-        for weight in weights if state["scale"] != 1 else []:
-            weight.grad /= state["scale"]
+        if state["scale"] != 1:
+            for weight in weights:
+                weight.grad /= state["scale"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.suits.max_norm)
         norm = full_tensor(norm).item()
         good = math.isfinite(norm)
@@ -530,7 +532,7 @@ class Trainer:
         if self.dtype == torch.float16:
             state["good"] = state["good"] + 1 if good else 0
             if not good:
-                state["scale"] /= 2
+                state["scale"] /= 2.0
             elif state["good"] % 100 == 0:
                 state["scale"] *= 2.0
         return norm if good else 0.0
@@ -607,8 +609,12 @@ class Trainer:
 # ------------------------------------------------------------------------------------------
 # What a run starts from
 
-def settle(config: Config) -> tuple[Suits, Config]:
-    """What suits the checkpoint, and the flags with it filled in."""
+def settle(config: Config) -> Config:
+    """The flags, with what suits the checkpoint filled in. Those of a resumed run are all
+    given, so it does not need the checkpoint that it started from."""
+    if config.dtype == "auto":
+        dtype = compute_dtype(config.model)
+        config = replace(config, dtype=str(dtype).removeprefix("torch."))
     suits = SCRATCH
     if config.model and not rlm.load_config(config.model).scratch:
         suits = PRETRAINED
@@ -618,7 +624,7 @@ def settle(config: Config) -> tuple[Suits, Config]:
               "warmup_lr": suits.warmup_lr, "steps": suits.steps, "lr": suits.lr * times}
     if config.lora_rank and config.model:
         values["warmup_lr"] *= times
-    if suits is PRETRAINED and not config.warmup:
+    if config.model and not config.warmup:  # it would undo what the checkpoint learnt
         values["warmup_steps"] = 0
     missing = {}
     for name, value in values.items():
@@ -627,7 +633,7 @@ def settle(config: Config) -> tuple[Suits, Config]:
             missing[name] = value
         elif given < 0:
             raise ValueError(f"{name} is {given}; it is {AS_SUITS}, or not below 0")
-    return suits, replace(config, **missing)
+    return replace(config, **missing)
 
 
 def least_window(source: str, limits: RLMConfig) -> int:
@@ -661,8 +667,9 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
     if hasattr(kind, "TOKENS"):
+        most = getattr(kind, "MOST", MOST)
         for times in (4, 16):
-            with contextlib.suppress(ValueError):  # a length that the kind refuses
+            if times * evaluation.LONGER[1] * kind.TOKENS <= most:
                 longer[f"heldout_{times}x"] = evaluation.heldout_tasks(
                     config.heldout, config.task, times=times)
     return None, heldout, longer
@@ -737,16 +744,15 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
 
 def plan_without_loading(config: Config, world: World) -> str:
     """What the run needs in memory, from config.json and rlm.json alone."""
-    _, config = settle(config)
+    config = settle(config)
     check(config, world.size)
     shape, limits = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY_MODEL), tiny_rlm(config)
     if config.model:
         shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
         limits = rlm.load_config(config.model, shape.max_position_embeddings)
-    dtype = compute_dtype(config.dtype, config.model)
-    least = least_window(config.model, limits)
-    of = plan.of_run(config, shape, limits.window, dtype, world, False, least)
-    return f"{of.table()}\n\n{replace(of, window=limits.window).what_fits()}"
+    of = plan.of_run(config, shape, limits.window, plan.memory(world))
+    fitted = of.fitted(world.size, False, least_window(config.model, limits))
+    return f"{fitted.table()}\n\n{of.what_fits()}"
 
 
 if __name__ == "__main__":

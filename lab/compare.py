@@ -79,7 +79,7 @@ class Comparison:
         for spec in self.speakers - SCRIPTS.keys() - {"model"}:
             self.policies[spec] = api.from_flags(args, spec[4:], self.account)
         if "model" in self.speakers:
-            dtype = compute_dtype("auto", args.model)
+            dtype = compute_dtype(args.model)
             self.model = Qwen3.from_pretrained(args.model, dtype, DEVICE)
             self.sampler = Sampler(self.model, window=window)
             self.policies["model"] = rlm.local_policy(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from runtime.device import DEVICE
+from runtime.device import DEVICE, TYPES
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
@@ -172,6 +172,8 @@ class Plan:
         # are there when they are added up.
         table = 0 if self.rank else vocabulary * D * 4
         adding = (3 if self.config.tie_word_embeddings else 1) * table
+        if DEVICE == "cpu" and self.element != 4:  # there it is multiplied in float32
+            head += vocabulary * D * 4
         return max(kept + head + table, kept + running + mlp + table, adding)
 
     def total(self, ranks: int = 1, all_weights: bool = False) -> int:
@@ -265,16 +267,18 @@ class Plan:
         return "\n".join(lines)
 
 
-def of_run(config, shape, window: int, dtype: torch.dtype, world,
-           all_weights: bool = False, least: int = LEAST_WINDOW) -> Plan:
-    """The plan of a run with these flags, for a model of this shape, fitted to the device.
-
-    On a CPU the ranks of a machine share its memory."""
-    sharing = 1 if DEVICE == "cuda" else world.local_size
+def of_run(config, shape, window: int, have: int) -> Plan:
+    """The plan of a run with these flags, for a model of this shape and `have` bytes."""
     row = config.micro_tokens or LEAST_ROW
-    return Plan(shape, window, max(window, row), config.lora_rank, dtype.itemsize,
-                device_bytes(DEVICE) // sharing, moment=2 if config.bf16_states else 4,
-                ).fitted(world.size, all_weights, least)
+    return Plan(shape, window, max(window, row), config.lora_rank,
+                TYPES[config.dtype].itemsize, have, moment=2 if config.bf16_states else 4)
+
+
+def memory(world) -> int:
+    """Bytes that each rank has at least: all have the same plan. On a CPU the ranks of a
+    machine share its memory. A collective: all ranks call it."""
+    sharing = 1 if DEVICE == "cuda" else world.local_size
+    return min(world.gather(device_bytes(DEVICE) // sharing))
 
 
 def device_bytes(device: str) -> int:

@@ -202,11 +202,13 @@ class Run:
             self.save_checkpoint()
 
     def save_model(self, name: str, dtype: torch.dtype | None = None) -> str:
-        """Write OUT/`name`: the weights, adapters merged, and the adapters beside them."""
+        """Write OUT/`name`: the weights, adapters merged. After the warm-up, whose result
+        they belong to, the adapters are beside them."""
         path = self.path(name)
-        checkpoint.write_directory(
-            path, [self._text, lambda aside: self._weights(aside, dtype), self._adapter],
-            self.world)
+        parts = [self._text, lambda aside: self._weights(aside, dtype)]
+        if self.state["phase"] == "grpo":
+            parts.append(self._adapter)
+        checkpoint.write_directory(path, parts, self.world)
         return path
 
     def save_checkpoint(self) -> None:
@@ -236,8 +238,11 @@ class Run:
 
     def _adapter(self, aside: str) -> None:
         if self.trainer.model.rank:
+            base = self.config.model
+            if self.state["phase"] == "grpo":
+                base = self.path("warmup")
             self.trainer.model.save_adapter(
-                os.path.join(aside, "adapter"), self.path("warmup"), self.world.rank == 0)
+                os.path.join(aside, "adapter"), base, self.world.rank == 0)
 
     def _optimizer(self, aside: str) -> None:
         if self.state["step"]:  # before the first step it has nothing to save

@@ -284,14 +284,16 @@ def test_an_interrupted_run_resumes_to_the_same_adapters(finished, tmp_path, mon
     ("torch_dtype", "float16", True, "bfloat16"), ("dtype", "bfloat16", False, "float32")])
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_checkpoint_has_16_bits(
         key, stored, fast, want, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps({key: stored}))
+    raw = build().config.to_json(torch.float32)
+    del raw["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {key: stored}))
     monkeypatch.setattr(device, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
-    assert device.compute_dtype("auto", str(tmp_path)) == getattr(torch, want)
-    assert device.compute_dtype("float16", str(tmp_path)) == torch.float16
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast},
+                        raising=False)
+    assert device.compute_dtype(str(tmp_path)) == getattr(torch, want)
     assert device.compute_dtype() == torch.float32
     monkeypatch.setattr(device, "DEVICE", "cuda")
-    assert device.compute_dtype("auto", str(tmp_path)) == torch.bfloat16
+    assert device.compute_dtype(str(tmp_path)) == torch.bfloat16
 
 
 @pytest.mark.slow

@@ -335,15 +335,18 @@ def test_a_warm_up_from_nothing_trains_and_keeps_all_weights():
     ({"model": "M"}, False, (0, 1e-5, 100, 1e-6)),
     ({"model": "M", "warmup": "scripts"}, False, (60, 1e-5, 100, 1e-6)),
     ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 100, 2e-5)),
-    ({"model": "M"}, True, (450, 3e-3, 50, 7e-4))])
+    ({"model": "M"}, True, (0, 3e-3, 50, 7e-4)),
+    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 50, 7e-4))])
 def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
     limits = replace(rlm.RLMConfig(), scratch=scratch)
     monkeypatch.setattr(rlm, "load_config", lambda path: limits)
-    _, config = train.settle(train.Config(**flags))
+    monkeypatch.setattr(train, "compute_dtype", lambda path: torch.float32)
+    config = train.settle(train.Config(**flags))
+    assert config.dtype == "float32"
     got = config.warmup_steps, config.warmup_lr, config.steps, config.lr
     assert got == pytest.approx(want)
-    assert train.settle(config)[1] == config
+    assert train.settle(config) == config
     with pytest.raises(ValueError, match="lr is -0.5; it is -1, or not below 0"):
         train.settle(train.Config(lr=-0.5))
 
