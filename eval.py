@@ -19,7 +19,6 @@ out: several samples per question, and judge models.
 """
 import argparse
 import asyncio
-import inspect
 import itertools
 import random
 import sys
@@ -42,11 +41,11 @@ from runtime.handed_in import HandedInError
 from sampler import SamplerError
 from tasks import Task
 from tokenizer import Tokenizer
-from tree import Completion, Node, Rollout
+from tree import Completion, Node, Rollout, Unscored
 
 
 RLM_METHODS = ("rlm0", "rlm1", "rlm2", "rlm0-bare", "rlm1-bare", "rlm2-bare")
-ANSWERED = ("final", "text")  # the ends of a root that gave an answer
+ANSWERED = ("final", "text")  # the ends of a root that has said its answer
 LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
 
 
@@ -156,14 +155,17 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
 
     reward = 0.0
     if not failed:
-        reward = score(task, root.answer)
-        if inspect.isawaitable(reward):
-            reward = await reward
+        try:
+            reward = await rlm.scored(score, task, root.answer)
+        except Unscored as error:
+            failed = repr(error)
 
     nodes = list(root.walk())
+    answered = root.end in ANSWERED or root.answer is not None
     record = {
         "id": task.id, "context": len(rlm.as_text(task.context)) // 4, "score": reward,
-        "failed": failed, "end": root.end, "seen": seen, "seconds": round(seconds, 3),
+        "failed": failed, "end": root.end, "answered": answered, "seen": seen,
+        "seconds": round(seconds, 3),
         "in": meter.used["prompt"], "reused": meter.used["reused"],
         "out": meter.used["sampled"], "calls": meter.calls, "nodes": len(nodes),
         "depth": max(node.depth for node in nodes), "root": tokens(root),
@@ -254,7 +256,7 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
         "task": task, "method": method, "length": length, "n": len(scored),
         "failed": len(records) - len(scored),
         "score": mean("score"), "low": low, "high": high,
-        "unanswered": sum(r["end"] not in ANSWERED for r in scored),
+        "unanswered": sum(not r["answered"] for r in scored),
         **{name: mean(name) for name in means}, "p50": p50, "p95": p95, "dollars": dollars,
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
@@ -347,7 +349,8 @@ def read_flags() -> argparse.Namespace:
         "be used (default: they are left out)")
     add("--n", type=int, help="questions per kind and length (default 128, or the file's)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
-    add("--reward", help="file.py or file.py:function that scores in place of the task")
+    add("--reward", help="file.py or file.py:function that scores in place of the task, or "
+        "a model: judge:model=NAME,url=URL[,tokens=N]")
 
     api.add_flags(parser.add_argument_group("a server").add_argument)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins as python_builtins
 import contextlib
 import io
+import itertools
 import json
 import linecache
 import os
@@ -27,22 +28,17 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.frames import (HEADER, FrameTooLarge, Result, frame, json_value, read_frame,
-                            read_query, read_result, take_frame)
+from runtime.frames import (BUILTINS, HEADER, FrameTooLarge, Result, frame, json_value,
+                            read_frame, read_query, read_result, take_frame)
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
 
 if TYPE_CHECKING:
     from runtime.places import Places
-
-# What the code finds in its namespace: two variables, and functions.
-BUILTINS = ("context", "answer", "FINAL", "FINAL_VAR", "SHOW_VARS", "llm_query",
-            "llm_query_batched", "rlm_query", "rlm_query_batched")
-
 
 # --- the client ---------------------------------------------------------------------------
 
@@ -51,19 +47,21 @@ class REPL:
     """One Python namespace in a process of its own; an async context manager.
 
     `context` is any JSON value. `tools` is Python source that runs first: what it defines
-    belongs to the builtins. Raises REPLError if it cannot be started, even if the cause is
-    in `tools` or in the size of the context. A process uses one `limits.sandbox` at a time:
-    to ask for another one ends the REPLs that are open.
+    belongs to the builtins, as do functions called `host`, whose calls are queries of the
+    kind "tool". Raises REPLError if it cannot be started, even if the cause is in `tools`
+    or in the size of the context. A process uses one `limits.sandbox` at a time: to ask for
+    another one ends the REPLs that are open.
 
     So many can be open at once as the limit of open files allows; others wait. Code that
     waits for REPLs up to `below` levels deeper has to say so (runtime/places.py).
     """
 
     def __init__(self, context: Any, tools: str = "", limits: Limits = Limits(),
-                 below: int = 0):
+                 below: int = 0, host: Iterable[str] = ()):
         self.limits = limits
         self.below = below
-        self._first: dict | None = {"context": context, "tools": tools}
+        self._first: dict | None = {
+            "context": context, "tools": tools, "host": list(host)}
         self._places: Places | None = None  # where it has a place
         self._sock: socket.socket | None = None
         self._inbox = bytearray()
@@ -80,7 +78,7 @@ class REPL:
 
         if self._first is None:
             return
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._sending = asyncio.get_running_loop(), asyncio.Lock()
         places = Handle.open_places()
         await places.take(self.below)
         self._places = places
@@ -112,9 +110,11 @@ class REPL:
         """Run one block. Never raises for what the code did.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
-        is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises ends the
-        REPL and is raised here. Raises REPLError if the server was lost or the REPL is
-        closed. After FINAL or a death, further calls return that result again.
+        is "llm" or "rlm", `contexts` a list of JSON values or None. For the kind "tool" the
+        prompt is the tool's name, the context [arguments, named arguments], and the answer
+        {"value": ...} or {"error": text}. What on_query raises ends the REPL and is raised
+        here. Raises REPLError if the server was lost or the REPL is closed. After FINAL or
+        a death, further calls return that result again.
         """
         if self._over is not None:
             return self._over
@@ -127,48 +127,59 @@ class REPL:
         return result
 
     async def _exchange(self, kind: bytes, message: dict, on_query: Any) -> Result:
-        """Send one frame, then answer queries until the D frame comes."""
+        """Send one frame, then answer queries until the D frame comes. Code with threads
+        may ask several at a time."""
+        import asyncio
+
         self._busy = True
         asked, most, seconds = 0, self.limits.queries, 0.0
         try:
             await self._send(kind, message)
-            while True:
-                kind, data = await self._receive()
-                if kind == b"T":  # from the server: it lets no worker send one
-                    seconds = json.loads(data[HEADER.size:])
-                    continue
-                try:
-                    if kind == b"D":
-                        return replace(read_result(data, self.limits), seconds=seconds)
-                    query, prompts, contexts = read_query(data)
-                except (ValueError, TypeError, RecursionError) as error:  # a forged frame
-                    return Result(error=f"ProtocolError: {error}", died="protocol",
-                                  seconds=seconds)
-
-                count = len(prompts)
-                if asked + count > most:
-                    problem = f"this call would make it {asked + count}"
-                    answers = [f"Error: a block may ask {most} queries, {problem}"] * count
-                elif on_query is None:
-                    answers = ["Error: no model answers queries here"] * count
-                else:
-                    answers = list(await on_query(query, prompts, contexts))
-                    asked += count
-                if len(answers) != count:
-                    raise ValueError(f"on_query: {len(answers)} answers to {count} prompts")
-                await self._send(b"R", answers)
-        except BaseException:  # also if cancelled: half an exchange cannot be continued
+            async with asyncio.TaskGroup() as answering:
+                while True:
+                    kind, data = await self._receive()
+                    if kind == b"T":  # from the server: it lets no worker send one
+                        seconds = json.loads(data[HEADER.size:])
+                        continue
+                    try:
+                        if kind == b"D":
+                            return replace(read_result(data, self.limits), seconds=seconds)
+                        query = read_query(data)
+                    except (ValueError, TypeError, RecursionError) as error:  # forged
+                        return Result(error=f"ProtocolError: {error}", died="protocol",
+                                      seconds=seconds)
+                    asked += len(query[2])
+                    problem = ""
+                    if asked > most:
+                        problem = f"a block may ask {most} queries, this makes it {asked}"
+                        asked -= len(query[2])
+                    answering.create_task(self._answer(*query, on_query, problem))
+        except BaseException as error:  # also if cancelled: an exchange is not continued
             self._close()
-            raise
+            raise first_of(error)
         finally:
             self._busy = False
+
+    async def _answer(self, number: int, kind: str, prompts: list, contexts: Any,
+                      on_query: Callable | None, problem: str) -> None:
+        """Answer one query; with a `problem`, nobody is asked."""
+        if on_query is None and not problem:
+            problem = "no model answers queries here"
+        if problem:
+            answers = [f"Error: {problem}"] * len(prompts)
+        else:
+            answers = list(await on_query(kind, prompts, contexts))
+        if len(answers) != len(prompts):
+            raise ValueError(f"on_query: {len(answers)} answers to {len(prompts)} prompts")
+        await self._send(b"R", [number, answers])
 
     async def _send(self, kind: bytes, message: Any) -> None:
         if self._sock is None:
             raise REPLError("the REPL is not open")
         try:
             data = frame(kind, message, self.limits.frame_mb)
-            await self._loop.sock_sendall(self._sock, data)
+            async with self._sending:  # a frame is not sent into the middle of another
+                await self._loop.sock_sendall(self._sock, data)
         except (OSError, FrameTooLarge) as error:
             raise REPLError(f"nothing can be sent to the REPL: {error}") from error
 
@@ -191,6 +202,13 @@ class REPL:
         if self._places is not None:
             self._places.give()
             self._places = None
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Of errors in groups, one inside another, the first real one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 # --- the worker ---------------------------------------------------------------------------
@@ -228,7 +246,11 @@ class Worker:
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.file = sock.makefile("rb")
-        self.lock = threading.Lock()  # one exchange at a time, even if the code has threads
+        # The code may have threads. One of those that wait for an answer reads, for all.
+        self.turn = threading.Condition()
+        self.reading = False
+        self.numbers = itertools.count()
+        self.waiting: dict[int, list | None] = {}  # query -> its answers, once they come
         self.open = False  # a block runs, and no result was sent for it
         self.blocks = 0
         # Dataclasses and pickle look for the module that defines a class.
@@ -247,12 +269,13 @@ class Worker:
             run = self.start if kind == b"S" else self.block
             error = problem or run(**message)
             self.restore()
-            self.done(error)
+            self.done(error, draft=self.draft())
 
-    def start(self, context: Any, tools: str) -> str:
+    def start(self, context: Any, tools: str, host: list[str]) -> str:
         """Fill the namespace. Returns the error of `tools`, or ""."""
         call("prctl", SET_NAME, b"repl", 0, 0, 0)
         self.reserved = {name: getattr(self, name) for name in BUILTINS[2:]}
+        self.reserved |= {name: self.host_tool(name) for name in host}
         self.reserved |= {"context": context, "__builtins__": python_builtins}
         self.namespace.update(self.reserved)
         # The annotations of tools are not evaluated, as those of this file are not.
@@ -291,6 +314,14 @@ class Worker:
         if isinstance(answer, dict) and answer.get("ready"):
             self.FINAL(answer.get("content"))
 
+    def draft(self) -> Any:
+        """What `answer` holds so far; None if that is nothing, or too large."""
+        with contextlib.suppress(BaseException):  # whatever the code has put there
+            value = json_value(self.namespace["answer"]["content"])
+            if value != "" and len(json.dumps(value)) <= self.limits.answer_chars:
+                return value
+        return None
+
     def restore(self) -> None:
         """Put back the builtins, also Python's own. `answer` belongs to the code."""
         vars(python_builtins).update(self.python)
@@ -301,8 +332,9 @@ class Worker:
         return read_frame(self.file) or os._exit(0)  # None: the server ended this REPL
 
     def done(self, error: str, **answer: Any) -> None:
-        """Send the result of the block, unless one was sent."""
-        with self.lock:
+        """Send the result of the block, unless one was sent. Its queries end first."""
+        with self.turn:
+            self.turn.wait_for(lambda: not self.waiting)
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
@@ -314,13 +346,46 @@ class Worker:
         self.refuse_forks()
         if contexts is not None:
             contexts = [json_value(context) for context in contexts]
-        query = (kind, [str(prompt) for prompt in prompts], contexts)
+        number = next(self.numbers)
+        query = (number, kind, [str(prompt) for prompt in prompts], contexts)
         data = frame(b"Q", query, self.limits.frame_mb)
-        with self.lock:
+        with self.turn:
             if not self.open:  # after FINAL, or in a thread that outlived its block
                 raise Final
+            self.waiting[number] = None
             self.sock.sendall(data)
-            return self.receive()[1]
+            return self.answers_to(number)
+
+    def answers_to(self, number: int) -> list:
+        """Wait for them; holds `turn`, but not while it reads."""
+        while self.waiting[number] is None:
+            if self.reading:
+                self.turn.wait()
+                continue
+            self.reading = True
+            self.turn.release()
+            try:
+                other, answers = self.receive()[1]
+            finally:
+                self.turn.acquire()
+                self.reading = False
+            self.waiting[other] = answers
+            self.turn.notify_all()
+        answers = self.waiting.pop(number)
+        self.turn.notify_all()
+        return answers
+
+    def host_tool(self, name: str) -> Callable:
+        """A function that is called in the client's process."""
+        def tool(*arguments: Any, **named: Any) -> Any:
+            reply = self.ask("tool", [name], [[arguments, named]])[0]
+            if isinstance(reply, dict) and "value" in reply:
+                return reply["value"]
+            problem = reply.get("error") if isinstance(reply, dict) else reply
+            raise RuntimeError(f"{name}: {problem}")
+
+        tool.__name__ = tool.__qualname__ = name
+        return tool
 
     def refuse_forks(self) -> None:
         if os.getpid() != self.pid:
@@ -339,14 +404,17 @@ class Worker:
         self.done("", final=value, done=True)
         raise Final
 
-    def FINAL_VAR(self, name: str) -> None:
-        """End with the value of the variable called `name` as the answer."""
+    def FINAL_VAR(self, name: Any) -> None:
+        """End with the value of the variable called `name` as the answer. A value that is
+        no variable's name is the answer itself."""
         if not isinstance(name, str):
-            raise TypeError("FINAL_VAR takes the name of a variable; FINAL takes a value")
-        if name not in self.namespace:
-            known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"
-            raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: {known}")
-        self.FINAL(self.namespace[name])
+            self.FINAL(name)
+        if name in self.namespace:
+            self.FINAL(self.namespace[name])
+        if not name.isidentifier() or any(name is v for v in self.namespace.values()):
+            self.FINAL(name)
+        known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"
+        raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: {known}")
 
     def SHOW_VARS(self) -> dict[str, str]:
         """The variables you have made: {name: type and size}."""
@@ -373,8 +441,11 @@ class Worker:
         """Start a child with a REPL of its own; without a context it gets this one's."""
         return self.ask("rlm", [prompt], None if context is None else [context])[0]
 
-    def rlm_query_batched(self, prompts: list | str, contexts: list | None = None) -> list:
-        """Start many children; one string for `prompts` is used for every context."""
+    def rlm_query_batched(self, prompts: list | str, contexts: list | None = None,
+                          context_list: list | None = None) -> list:
+        """Start many children; one string for `prompts` is used for every context.
+        `context_list` is another name for `contexts`, which published prompts use."""
+        contexts = context_list if contexts is None else contexts
         if isinstance(contexts, (str, bytes, dict)):
             raise TypeError("contexts must be a list with one context a prompt")
         contexts = None if contexts is None else list(contexts)
@@ -388,7 +459,7 @@ class Worker:
 def short_traceback(error: BaseException) -> str:
     """The exception, and above it the lines of the model's own code that led there."""
     stack = traceback.extract_tb(error.__traceback__)
-    own = [entry for entry in stack if entry.filename.startswith("<repl ")]
+    own = [entry for entry in stack if re.fullmatch(r"<repl \d+>", entry.filename)]
     lines = [f'  File "<repl>", line {e.lineno}, in {e.name}\n    {e.line}' for e in own]
     if len(lines) > 8:  # a recursion says the same a thousand times
         lines = [*lines[:4], f"  ... [{len(lines) - 8} frames cut]", *lines[-4:]]

@@ -9,13 +9,14 @@ policy, and the result is a tree of nodes.
 Rules:
 - All blocks of a message run in order. The first error or FINAL stops the rest.
 - A message without a complete block gets a note that says so, and costs a turn.
+- A node that ends without FINAL answers with what its code has put into answer["content"].
 - Conversations are append-only. An observation ends with turn counter and question.
 - rlm_query at a depth <= max_depth makes a node with a REPL. Below, it is a plain
   completion over prompt and context.
 - Budgets belong to the tree. Nodes and sampled tokens are reserved before use, the clock is
   checked before each completion. It counts the time that the tree's own code runs, so no
   score hangs on how busy the machine's sampler is. A batched query returns one value per
-  prompt; for a refused call it is an error string.
+  prompt; for a call that is refused, here or by the policy, it is an error string.
 - What a message has in thoughts (<think>) is neither code nor answer.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
@@ -25,6 +26,7 @@ load a model when they need it.
 Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
 prose, as FINAL(...). Here only a call inside the REPL counts.
 """
+import bisect
 import contextlib
 import inspect
 import json
@@ -38,12 +40,13 @@ from functools import partial
 from typing import Any
 
 import tasks
-from repl import REPL, Limits
+from repl import REPL, Limits, first_of
 from runtime.files import read_json, write_json
 from runtime.flags import from_dict
 from runtime.handed_in import HandedInError
 from tasks import Task
-from tree import Completion, Node, Rollout, Turn, printable, render
+from tasks.in_repl import can_travel, check_names, help_of, source
+from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
 
 
 @dataclass(frozen=True)
@@ -81,25 +84,26 @@ class RLMConfig:
 # ------------------------------------------------------------------------------------------
 # One tree, and many
 
-async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
-                  key: tuple = ()) -> Node:
+async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = (),
+                  tools: Iterable[Callable] = ()) -> Node:
     """Run one tree for a task and return its root; the answer is root.answer.
 
-    `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
-    mistakes end nodes (`Node.end` says how). Exceptions come from the machine: a REPL
-    that could not be started, a sampler error. The tree is then lost."""
-    tree = _Tree(task, policy, tokenizer, config, key)
+    `key` seeds the sampling: every completion gets (*key, path, turn). `tools` are
+    callables for the code, beside those of the task's kind. Plain functions travel to the
+    REPL, others are called here (runtime/host_tools.py). Raises ValueError for a name that
+    cannot be a tool's.
+
+    The policy's mistakes end nodes (`Node.end` says how). Other exceptions come from the
+    machine: a REPL that could not be started, a sampler error. The tree is then lost."""
+    tree = _Tree(task, policy, tokenizer, config, key, tuple(tools))
     root = Node()
     if tree.open(root, task.query, task.context):
         root.end = "window"
         return root
     try:
         await tree.run(root, task.query, task.context)
-    except ExceptionGroup as error:
-        # Children run in groups, one group inside another: raise the first real error.
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        raise error
+    except ExceptionGroup as error:  # children run in groups
+        raise first_of(error)
     return root
 
 
@@ -114,9 +118,9 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     number in `numbers`, where this process has only a share of the trees. `score(task,
     answer) -> float` may be async. `on_done` sees each rollout as it ends.
 
-    A tree that the machine lost is run again. After `tries` it comes back with `failed` set
-    and reward 0: keep it out of means and baselines. If all are lost, the last error is
-    raised."""
+    A tree that the machine lost is run again. After `tries`, or if its score could not be
+    had, it comes back with `failed` set and reward 0: keep it out of means and baselines.
+    If all are lost, the last error is raised."""
     import asyncio  # where it is used: it takes as long to import as all the rest
 
     gate = asyncio.Semaphore(at_once)
@@ -135,10 +139,11 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                     raise
                 except Exception as error:
                     lost, failed = error, repr(error)
-            if not failed:
-                reward = score(task, root.answer)
-                if inspect.isawaitable(reward):
-                    reward = await reward
+        if not failed:
+            try:
+                reward = await scored(score, task, root.answer)
+            except Unscored as error:
+                lost, failed = error, repr(error)
         done = Rollout(task, groups[i] if groups else task.id, root, reward, failed)
         on_done(done)
         return done
@@ -152,13 +157,30 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     return list(results)
 
 
+async def scored(score: Callable, task: Task, answer: Any) -> float:
+    """What score(task, answer) returns, whether it is async or not."""
+    reward = score(task, answer)
+    return await reward if inspect.isawaitable(reward) else reward
+
+
 # ------------------------------------------------------------------------------------------
 # The recursion
 
 class _Tree:
     """One tree while it grows: its budgets, and what its nodes share."""
 
-    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple):
+    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
+                 tools: tuple[Callable, ...]):
+        self.source, self.more_help, self.host = tasks.tools(task.kind), "", None
+        if tools:
+            from runtime.host_tools import HostTools
+
+            check_names((*tasks.tools_of(task.kind), *tools))
+            plain = can_travel(tools)
+            self.source += "\n" + source(plain)
+            self.more_help = "\n" + help_of(tools)
+            self.host = HostTools((tool for tool in tools if tool not in plain),
+                                  config.limits.seconds, config.limits.answer_chars)
         self.task = task
         self.policy = policy
         self.tokenizer = tokenizer
@@ -173,9 +195,10 @@ class _Tree:
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns. Returns "", or an error text if they leave no room
         for an answer."""
-        system, user = opening(node, query, context, self.task.kind, self.config)
+        system, user = opening(
+            node, query, context, self.task.kind, self.config, self.more_help)
         ids = self.tokenizer.open(system, user) if self.tokenizer else []
-        size = len(ids) if self.tokenizer else (len(system) + len(user)) // 4
+        size = len(ids) if self.tokenizer else about(system) + about(user)
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
@@ -192,8 +215,9 @@ class _Tree:
                 node.answer, node.end = spoken(completion.text, self.in_thought), "text"
             return
 
-        repl = REPL(context, tasks.tools(self.task.kind), self.config.limits,
-                    below=self.config.max_depth - node.depth)
+        repl = REPL(context, self.source, self.config.limits,
+                    below=self.config.max_depth - node.depth,
+                    host=self.host.tools if self.host else ())
         async with contextlib.aclosing(repl):  # `act` starts it, once there is code
             for turn in range(self.config.max_turns):
                 completion = await self.sample(node, turn)
@@ -210,14 +234,19 @@ class _Tree:
 
     async def sample(self, node: Node, turn: int) -> Completion | None:
         """One completion. Its tokens are reserved from the tree's budget first. If
-        nothing is left, returns None and sets the node's end."""
+        nothing is left or it is refused, returns None and sets the node's end."""
         room = self.config.window - self.size(node)
         granted = min(self.config.turn_tokens, room, self.tokens_left)
         if granted < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
             return None
         self.tokens_left -= granted
-        completion = await self.policy(node, granted, (*self.key, node.path, turn))
+        try:
+            completion = await self.policy(node, granted, (*self.key, node.path, turn))
+        except Refused:
+            self.tokens_left += granted
+            node.end = "refused"
+            return None
         used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
         self.tokens_left += granted - used
         node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
@@ -226,10 +255,12 @@ class _Tree:
     async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
         """Run the blocks of the last message. Returns what the model sees next, or sets the
         node's end."""
-        blocks = parse(node.turns[-1].text, self.in_thought)
+        text = node.turns[-1].text
+        blocks = parse(text, self.in_thought)
+        hints = [IN_PROSE] if ends_in_prose(text, self.in_thought) else []
         if not blocks:
             node.errors.append(turn)
-            return NO_BLOCK
+            return " ".join([NO_BLOCK, *hints])
         await repl.start()
         seen, room = [], self.config.limits.output_chars  # for all blocks of a message
         for code in blocks:
@@ -242,6 +273,8 @@ class _Tree:
                 room = max(0, room - len(part))
             if result.error:
                 node.errors.append(turn)
+            if result.draft is not None:  # stands, unless FINAL comes
+                node.answer = result.draft
             if result.done:
                 node.answer, node.end = result.final, "final"
                 break
@@ -251,37 +284,53 @@ class _Tree:
                 break
             if result.error:
                 break
-        return "\n".join(part.rstrip("\n") for part in seen)
+        return "\n".join(part.rstrip("\n") for part in (*seen, *hints))
 
     def observe(self, node: Node, completion: Completion, seen: str, turn: int,
                 query: str) -> bool:
-        """Append what the model sees next. False if it does not fit into the window."""
-        text = observation(seen, turn + 2, self.config.max_turns, query, self.config.style)
-        ids = []
-        if self.tokenizer:
+        """Append what the model sees next. If it does not fit into the window, what was
+        printed is cut, so that another message fits behind it. False if nothing does."""
+        room = self.config.window - self.size(node)
+
+        def turn_of(shown: str) -> tuple[Turn, int]:
+            text = observation(
+                shown, turn + 2, self.config.max_turns, query, self.config.style)
+            if self.tokenizer is None:
+                return Turn("user", text), about(text)
             closed = completion.ids[-1:] == (self.tokenizer.end_of_turn,)
             ids = self.tokenizer.observe(text, closed)
-        size = len(ids) if self.tokenizer else len(text) // 4
-        if self.size(node) + size >= self.config.window:
-            return False
-        node.add(Turn("user", text, tuple(ids)))
+            return Turn("user", text, tuple(ids)), len(ids)
+
+        made, size = turn_of(seen)
+        if size >= room:
+            room -= min(self.config.turn_tokens, room // 2)
+            kept = bisect.bisect_left(
+                range(len(seen)), True, key=lambda n: turn_of(cut(seen, n))[1] >= room)
+            if kept == 0:
+                return False
+            made, size = turn_of(cut(seen, kept - 1))
+        node.add(made)
         return True
 
     def size(self, node: Node) -> int:
-        """Tokens of a conversation. A text without ids (of an API, or without a tokenizer)
-        counts as one token per four characters."""
+        """Tokens of a conversation. Those of a text without ids (of an API, or without a
+        tokenizer) are estimated."""
         total = 0
         for turn in node.turns:
             has_ids = turn.ids or (self.tokenizer and turn.role != "assistant")
-            total += len(turn.ids) if has_ids else len(turn.text) // 4
+            total += len(turn.ids) if has_ids else about(turn.text)
         return total
 
     async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
                     contexts: list | None) -> list:
-        """Answer llm_query* and rlm_query* from the parent's code: one value per prompt, in
-        order. The children of one batch run side by side."""
+        """Answer llm_query*, rlm_query* and calls of host tools from the parent's code: one
+        value per prompt, in order. The children of one batch run side by side."""
         import asyncio
 
+        if kind == "tool":
+            if self.host is None:
+                return [{"error": "there is no such tool"}]
+            return [await self.host.call(prompts[0], *contexts[0])]
         if kind == "llm":
             contexts = [None] * len(prompts)
         elif contexts is None:
@@ -310,7 +359,7 @@ class _Tree:
         for i, child, _, part in running:
             values[i] = child.answer
             child.score = tasks.part_score(self.task, part, child.answer)
-            if child.end not in ("final", "text"):
+            if child.answer is None and child.end in ENDS:
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
         return values
 
@@ -318,14 +367,19 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-# The second half is a thought that does not end. No block is found in it.
-BLOCK = re.compile(r"^```repl[ \t]*\n(.*?)^```|<think>.*", re.DOTALL | re.MULTILINE)
+# A block opens with three or more backticks and "repl", anywhere in a line that ends there.
+# It ends at a line that begins with as many backticks. After the last | is a thought that
+# does not end: no block is found in it.
+BLOCK = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n(.*?)^\1|<think>.*",
+                   re.DOTALL | re.MULTILINE)
 REPEATED = 200  # characters of the question that each observation repeats
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
+IN_PROSE = "FINAL outside of a ```repl block is text, and ends nothing."
 ENDS = {
     "turns": "out of turns",
     "window": "its window is full",
     "budget": "the tree's budget of tokens or time is used up",
+    "refused": "the model's server refuses the request",
     "timeout": "its code ran too long",
     "crash": "its REPL died",
     "protocol": "its REPL broke the protocol",
@@ -333,10 +387,25 @@ ENDS = {
 
 
 def parse(text: str, in_thought: bool = False) -> list[str]:
-    """The code of all complete ```repl blocks, in order. The closing fence has to be at the
-    start of a line. What is in a thought is no code."""
+    """The code of all complete blocks, in order. What is in a thought is no code."""
     found = BLOCK.finditer(spoken(text, in_thought))
-    return [match[1] for match in found if match[1] is not None]
+    return [match[2] for match in found if match[2] is not None]
+
+
+def ends_in_prose(text: str, in_thought: bool = False) -> bool:
+    """Whether a message calls FINAL or FINAL_VAR outside of its blocks."""
+    return bool(re.search(r"\bFINAL(_VAR)?\(", BLOCK.sub("", spoken(text, in_thought))))
+
+
+def cut(seen: str, size: int) -> str:
+    """The first `size` characters of what was printed, and how many are missing."""
+    return f"{seen[:size]}\n... [{len(seen) - size} characters cut: the window is full]"
+
+
+def about(text: str) -> int:
+    """Roughly the tokens of a text: one per four bytes. A letter of a script that takes
+    three bytes is most of a token."""
+    return len(text.encode("utf-8", "replace")) // 4
 
 
 def spoken(text: str, in_thought: bool = False) -> str:
@@ -396,9 +465,10 @@ BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
 PROMPTS = {"full": FULL, "bare": FULL, "brief": BRIEF}
 
 
-def opening(node: Node, query: str, context: Any, kind: str,
-            config: RLMConfig) -> tuple[str, str]:
-    """The system and the user message that open a node."""
+def opening(node: Node, query: str, context: Any, kind: str, config: RLMConfig,
+            more_help: str = "") -> tuple[str, str]:
+    """The system and the user message that open a node. `more_help` is that of tools beside
+    those of the task's kind."""
     if node.kind == "llm":
         return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
     system = PROMPTS[config.style]
@@ -411,7 +481,7 @@ def opening(node: Node, query: str, context: Any, kind: str,
         system = system.format(
             output=config.limits.output_chars, turns=config.max_turns,
             tokens=config.turn_tokens, calls=calls, delegate=delegate,
-            tools=tasks.tools_help(kind),
+            tools=tasks.tools_help(kind) + more_help,
             strategy=tasks.strategy(kind) if config.style == "full" and calls else "")
     return system, f"{query}\n{describe(context, config.style)}"
 
@@ -477,14 +547,32 @@ class RLM:
         self.seed = seed
         self.trace: Node | None = None
 
-    def completion(self, query: str, context: Any) -> Any:
-        """The answer (any JSON value), or None if the model gave none."""
+    @classmethod
+    def from_api(cls, url: str, model: str, temperature: float = 1.0,
+                 sandbox: str = "auto") -> "RLM":
+        """One whose model is behind a server that speaks the chat-completions protocol."""
+        from lab.api import API, Account
+
+        if not model:
+            raise ValueError("--api needs --api-model NAME")
+        self = cls.__new__(cls)
+        self.config = load_config("", sandbox=sandbox)
+        self.policy = API(url, model, Account(), temperature)
+        self.tokenizer = self.sampler = self.trace = None
+        self.seed = 0
+        return self
+
+    def completion(self, query: str, context: Any,
+                   tools: Iterable[Callable] = ()) -> Any:
+        """The answer (any JSON value), or None if the model gave none. `tools` as in
+        `rollout`."""
         import asyncio
 
         task = Task(id="question", kind="question", query=query, context=context)
-        with self.sampler.threads():
-            self.trace = asyncio.run(
-                rollout(task, self.policy, self.tokenizer, self.config, (self.seed,)))
+        threads = self.sampler.threads() if self.sampler else contextlib.nullcontext()
+        with threads:
+            self.trace = asyncio.run(rollout(
+                task, self.policy, self.tokenizer, self.config, (self.seed,), tools))
         return self.trace.answer
 
 
@@ -500,47 +588,10 @@ def load_config(model_dir: str, positions: float = math.inf,
                    limits=replace(config.limits, sandbox=sandbox))
 
 
-def read_context(files: list[str]) -> Any:
-    """One file: its text. Several files: {name: text}. None: standard input."""
-    if not files:
-        return sys.stdin.read()
-    texts = {}
-    for name in files:
-        with open(name, encoding="utf-8", errors="replace") as file:
-            texts[name] = file.read()
-    return texts if len(texts) > 1 else texts[files[0]]
-
-
 def main() -> None:
-    import argparse
+    from lab import ask
 
-    parser = argparse.ArgumentParser(
-        description="Ask a recursive language model about files.")
-    parser.add_argument("--model", required=True, help="checkpoint directory (no default)")
-    parser.add_argument("--temperature", type=float, default=1.0,
-                        help="sampling temperature, 0 is greedy (default 1.0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    parser.add_argument("--sandbox", default="auto", choices=("require", "auto", "off"),
-                        help="namespaces around the REPL (default auto: where possible)")
-    parser.add_argument("--trace", action="store_true", help="print the tree (default off)")
-    parser.add_argument("question", help="what to ask")
-    parser.add_argument("files", nargs="*", help="the context (default standard input)")
-    args = parser.parse_args()
-    try:
-        context = read_context(args.files)
-        if not as_text(context).strip():
-            raise ValueError("the context is empty")
-        rlm = RLM(args.model, args.temperature, args.seed, args.sandbox)
-        answer = rlm.completion(args.question, context)
-    except (OSError, ValueError, RuntimeError) as error:  # REPL, sampler and device, too
-        sys.exit(f"rlm.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("rlm.py: interrupted")
-    if args.trace:
-        print(render(rlm.trace) + "\n")
-    if rlm.trace.end != "final":
-        sys.exit(f"rlm.py: no answer: {ENDS[rlm.trace.end]}")
-    print(printable(answer if isinstance(answer, str) else json.dumps(answer, indent=1)))
+    ask.main()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ from typing import Any
 from runtime.files import write_text
 
 
+class Refused(Exception):
+    """What a policy raises for one request that it will not serve: it is too long for the
+    server, say, or filtered. The node ends, and the tree goes on without it."""
+
+
+class Unscored(Exception):
+    """What a score raises that could not be had, of a judge that does not answer, say. The
+    machine's failure: the tree is left out and counted."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
@@ -58,10 +68,12 @@ class Node:
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
-    answer: Any = None  # the value given to FINAL, or the text of a plain completion
+    # The value given to FINAL, or the text of a plain completion. Of a node that ended
+    # without either: what its code had put into answer["content"].
+    answer: Any = None
 
-    # Why it ended: final or text (with an answer), turns, window, budget, timeout, crash,
-    # protocol; of a root also failed (the machine lost the tree).
+    # Why it ended: final or text; without such an end turns, window, budget, refused,
+    # timeout, crash, protocol; of a root also failed (the machine lost the tree).
     end: str = ""
 
     # Which of the policy's turns (0, 1, ...) had no code, or code that raised an error.

@@ -6,8 +6,10 @@ What can go wrong, and what follows:
 - The server is busy or broken for now (429, 408, 409, 5xx, a timeout, a cut connection, a
   reply that is not the protocol): the request is sent again after a back-off that doubles,
   or after what Retry-After says.
-- It refuses a request (other 4xx), or fails every time: APIError. That question is lost and
-  counted as failed.
+- It refuses a request (other 4xx) although it has served others: Refused. The model has
+  asked for what cannot be had: that node ends, and its parent's code sees an error.
+- It refuses requests and has served none yet, or fails every time: APIError. That question
+  is lost and counted as failed.
 - Nothing that follows could succeed or be paid for (wrong key, no such model, no server, a
   budget used up): Stop. The run ends and keeps what it has.
 
@@ -30,7 +32,7 @@ from http.client import HTTPException, HTTPMessage
 from urllib import request
 from urllib.parse import urlsplit
 
-from tree import Completion, Node
+from tree import Completion, Node, Refused
 
 
 RETRIES = 5  # after the first attempt
@@ -44,6 +46,10 @@ THREADS = ThreadPoolExecutor(1000)  # made as needed; asyncio's own pool has too
 class Stop(Exception):
     """Ends the run: nothing that follows could succeed, or may be paid for."""
     ends_run = True  # eval.ask raises it
+
+
+class Unreachable(Stop):
+    """No server, or no more for us now: others would fare alike, but it may pass."""
 
 
 class APIError(Exception):
@@ -134,6 +140,7 @@ class API:
         self.url, self.model, self.account = url, model, account
         self.temperature, self.timeout, self.price = temperature, timeout, price
         self.answered = False  # has any request of this run come through?
+        self.served = False  # and been answered with a completion?
         self.limit_field = "max_tokens"
         self.per_character = 0.25  # tokens; raised by what the server counts
 
@@ -197,7 +204,9 @@ class API:
                         THREADS, self.post, json.dumps(body).encode())
                 self.answered = True
                 if status == 200:
-                    return self.read(raw, messages, max_tokens)
+                    done = self.read(raw, messages, max_tokens)
+                    self.served = True
+                    return done
             except TimeoutError:
                 status, problem = -1, f"no reply within {self.timeout:g} s"
                 continue
@@ -218,7 +227,7 @@ class API:
             if status == 400 and b"max_completion_tokens" in raw and "max_tokens" in body:
                 self.limit_field = "max_completion_tokens"  # its name in newer models
             elif status < 500 and status not in (408, 409, 429):
-                raise APIError(f"{self.url}: {problem}")
+                raise (Refused if self.served else APIError)(f"{self.url}: {problem}")
             try:
                 asked = float(fields.get("Retry-After", 0))
             except ValueError:  # it may be a date
@@ -226,7 +235,7 @@ class API:
 
         message = f"{self.url}: {problem}, after {RETRIES + 1} attempts"
         if status in (0, 429) or not self.answered:
-            raise Stop(message)  # no server, or no more for us: others would fare alike
+            raise Unreachable(message)
         raise APIError(message)
 
     def post(self, body: bytes) -> tuple[int, HTTPMessage, bytes]:

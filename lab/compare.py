@@ -317,8 +317,9 @@ def notes(row: dict, records: dict[int, dict]) -> list[str]:
     if row["seen"] is not None and row["seen"] < 0.9995:
         lines.append(f"saw {row['seen']:.1%} of the context, then the window was full")
     if row["unanswered"]:
-        ends = ", ".join(f"{end} {n}" for end, n in row["ends"].items()
-                         if end not in evaluation.ANSWERED)
+        silent = Counter(r["end"] for r in records.values()
+                         if not r["failed"] and not r["answered"])
+        ends = ", ".join(f"{end} {n}" for end, n in silent.most_common())
         lines.append(f"{row['unanswered']} of {row['n']} gave no answer ({ends})")
     for why, n in Counter(r["failed"] for r in records.values() if r["failed"]).items():
         lines.append(f"{n} failed: {why:.200}")

@@ -23,7 +23,7 @@ from typing import Any
 import rlm
 from rlm import RLMConfig
 from tasks import Task, notes
-from tree import Node, Turn
+from tree import Node, Refused, Turn
 
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
@@ -97,7 +97,7 @@ async def compaction(task: Task, call: "_Caller") -> tuple[Node, float]:
         child = Node(path=(len(root.children),), kind="llm")
         root.children.append(child)
         await call(child, call.notes, prompt(n))
-        notes = child.answer
+        notes = child.answer or notes
         start += n
     await call(root, call.reader, f"{task.query}\n\n{notes}")
     return root, start / len(text)
@@ -209,7 +209,12 @@ class _Caller:
         if not self.fits(system, user):
             node.end = "window"
             return node
-        done = await self.policy(node, self.config.turn_tokens, (*self.key, node.path, 0))
+        try:
+            done = await self.policy(
+                node, self.config.turn_tokens, (*self.key, node.path, 0))
+        except Refused:
+            node.end = "refused"
+            return node
         node.add(Turn("assistant", done.text, done.ids, done.logprobs))
         in_thought = getattr(self.tokenizer, "opens_thought", False)
         node.answer, node.end = rlm.spoken(done.text, in_thought), "text"

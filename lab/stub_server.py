@@ -9,6 +9,7 @@ every word as a token. FILE holds a JSON object:
              at it, and later attempts are served (default: no faults)
     always   one fault for every attempt
     says     the same reply to everything
+    refuse   a request whose last message has this in it gets the status 400
     key      the key that it wants (default "secret")
     delay    seconds before a good reply
     stall    seconds before the fault "stall" ends the connection
@@ -66,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
             attempt = attempts[digest] = attempts.get(digest, 0) + 1
             plan = settings.get("plan", ["ok"]) if attempt == 1 else ["ok"]
             fault = settings.get("always", plan[int(digest[:8], 16) % len(plan)])
+            if settings.get("refuse", "\0") in asked["messages"][-1]["content"]:
+                fault = "400"
             if key != f"Bearer {settings.get('key', 'secret')}":
                 fault = "401"
             if fault == "long":

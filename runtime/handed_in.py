@@ -85,8 +85,7 @@ def load_objective(spec: str) -> Callable:
     """`credit(rollouts, config) -> {node: Credit}`: a function of lab/objectives.py by its
     NAME, or of a user's file, whose results are checked."""
     if not is_path(spec):
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        ours = load_file(os.path.join(root, "lab", "objectives.py"))
+        ours = load_file(_ours("objectives"))
         if spec not in ours.NAMES:
             raise ValueError(f"objective is {spec!r}; it can be grpo, "
                              f"{', '.join(ours.NAMES)} or path/to/file.py")
@@ -112,7 +111,9 @@ def load_objective(spec: str) -> Callable:
 
 def load_reward(spec: str) -> Callable:
     """`score(task, answer)` of a file, plain or async, as an async function that returns a
-    finite float."""
+    finite float. "judge:..." is that of lab/judge.py."""
+    if spec.startswith("judge:"):
+        return load_file(_ours("judge")).judge(spec.removeprefix("judge:"))
     score = load(spec, "score")
 
     async def checked(task, answer) -> float:
@@ -124,6 +125,12 @@ def load_reward(spec: str) -> Callable:
         return float(value)
 
     return checked
+
+
+def _ours(name: str) -> str:
+    """The path of a file of lab/. It is loaded like anybody's: runtime imports no lab."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.join(root, "lab", f"{name}.py")
 
 
 def is_finite(value) -> bool:

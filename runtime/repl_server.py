@@ -21,11 +21,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from runtime.frames import frame, take_frame
+from runtime.frames import HEADER, frame, take_frame
 from runtime.sandbox import DESCRIPTORS, SET_NAME, Limits, Sandbox, call, choose
 
 if TYPE_CHECKING:
@@ -193,6 +193,9 @@ class Slot:
     state: str = "new"  # new, running, asking, idle or dead
     left: float = 0.0  # seconds left on the clock while it stands still
     deadline: float = 0.0  # when the clock ends while it runs
+    asked: int = 0  # queries without an answer: while there are some, the clock stands
+    head: bytes = b""  # of a frame of the client, as far as it is here
+    rest: int = 0  # bytes of its payload that are still to come
 
 
 class Server:
@@ -202,7 +205,7 @@ class Server:
     start then costs the client no fork. A fork runs `worker(sock, limits).loop(problem)`.
     """
 
-    FROM_WORKER = {b"Q": "asking", b"D": "idle"}  # the state it leads to, from running
+    FROM_WORKER = {"running": b"QD", "asking": b"Q"}  # what may come, by state
 
     def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
         self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
@@ -333,10 +336,12 @@ class Server:
         data, slot.client.inbox = slot.client.inbox, bytearray()
         if slot.state == "dead":
             return
-        if slot.state != "running":  # a frame begins, and with it the clock
-            new = {"new": START_SECONDS, "idle": slot.limits.seconds}
-            slot.deadline = time.monotonic() + new.get(slot.state, slot.left)
-            slot.state = "running"
+        for kind in beginning(slot, data):
+            slot.asked -= kind == b"R"
+            if not slot.asked:  # the clock runs
+                new = {"new": START_SECONDS, "idle": slot.limits.seconds}
+                slot.deadline = time.monotonic() + new.get(slot.state, slot.left)
+                slot.state = "running"
         slot.worker.write(data)
 
     def from_worker(self, slot: Slot) -> bool:
@@ -346,10 +351,12 @@ class Server:
             most = slot.limits.frame_mb
             while (found := take_frame(slot.worker.inbox, most)) is not None:
                 kind, data = found
-                if slot.state != "running" or kind not in self.FROM_WORKER:
+                if kind not in self.FROM_WORKER.get(slot.state, b""):
                     raise ValueError(f"{kind!r} while {slot.state}")
-                slot.left = slot.deadline - time.monotonic()
-                slot.state = self.FROM_WORKER[kind]
+                if slot.state == "running":
+                    slot.left = slot.deadline - time.monotonic()
+                slot.asked += kind == b"Q"
+                slot.state = "asking" if slot.asked else "idle"
                 if kind == b"D":
                     self.tell_time(slot)
                 slot.client.write(data)
@@ -443,6 +450,24 @@ class Server:
                 if (pid := os.fork()) == 0:
                     erase(slot.directory)
                 self.erasing.add(pid)
+
+
+def beginning(slot: Slot, data: bytes) -> Iterator[bytes]:
+    """The kinds of the client's frames whose header ends in `data`, the next bytes of what
+    it sends. Payloads are skipped."""
+    at = 0
+    while at < len(data):
+        if slot.rest:
+            step = min(slot.rest, len(data) - at)
+            slot.rest -= step
+        else:
+            step = min(HEADER.size - len(slot.head), len(data) - at)
+            slot.head += data[at : at + step]
+            if len(slot.head) == HEADER.size:
+                slot.rest, kind = HEADER.unpack(slot.head)
+                slot.head = b""
+                yield kind
+        at += step
 
 
 def cause_of_death(child: Any, usage: Any, limits: Limits) -> str:

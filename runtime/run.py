@@ -25,6 +25,7 @@ from runtime.files import read_json, write_json
 from runtime.flags import flag
 from runtime.parallel import World
 from runtime.stop import Stop, Stopped
+from runtime.track import tracker
 
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due, whatever --save-every says
 
@@ -41,7 +42,9 @@ class RunConfig:
     task: str = flag(
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
             "notes, and evidence with --data", common=True)
-    reward: str = flag("", "path/to/file.py[:function] that scores in the task's place")
+    reward: str = flag(
+        "", "what scores in the task's place: path/to/file.py[:function], or a model: "
+            "judge:model=NAME,url=URL[,tokens=N]")
     method: str = flag(
         "saved", "rlm1: children have a REPL; rlm2: theirs, too; rlm0: there are no "
                  "children; saved: as rlm.json says",
@@ -54,13 +57,15 @@ class RunConfig:
         25, "steps between checkpoints; one is also due ten minutes after the last", 1)
     eval_every: int = flag(
         0, "steps between held-out evaluations; the best weights stay in OUT/best; 0: none")
+    track: str = flag("none", "where the metrics are sent to as well",
+                      choices=("none", "tensorboard", "wandb"))
     sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
                         choices=("require", "auto", "off"))
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox micro_tokens strict").split()
+              "eval_every sandbox micro_tokens strict track").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
@@ -171,6 +176,7 @@ class Run:
             for name in (checkpoint.FOLDER, "warmup", "best", "final"):
                 shutil.rmtree(self.path(name), ignore_errors=True)
         write_json(self.path("run.json"), asdict(self.config))
+        self.track = tracker(self.config.track, self.out, asdict(self.config))
 
     # --- what it leaves -------------------------------------------------------------------
 
@@ -180,6 +186,7 @@ class Run:
             row = metrics | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            self.track(row)
 
     def metrics(self) -> list[dict]:
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:

@@ -48,7 +48,7 @@ from typing import Any
 
 from runtime import handed_in
 from runtime.handed_in import HandedInError
-from tasks.in_repl import source
+from tasks.in_repl import check_names, help_of, source
 from tree import Completion, Node
 
 NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong", "pairs",
@@ -102,6 +102,10 @@ def load(spec: str) -> ModuleType:
         raise HandedInError(f"{spec}: score is async; a task's score is a plain function")
     if not all(map(inspect.isfunction, getattr(module, "TOOLS", ()))):
         raise HandedInError(f"{spec}: TOOLS is not a tuple of functions")
+    try:
+        check_names(getattr(module, "TOOLS", ()))
+    except ValueError as error:
+        raise HandedInError(f"{spec}: {error}") from None
     _files[kind] = module
     return module
 
@@ -222,20 +226,16 @@ def strategy(kind: str) -> str:
 
 def tools(kind: str) -> str:
     """Source text of the functions that the REPL offers, with the imports they need."""
-    return source(_tools(kind))
+    return source(tools_of(kind))
 
 
 def tools_help(kind: str) -> str:
     """One line per tool for the prompt: its signature and the start of its docstring."""
-    lines = []
-    for tool in _tools(kind):
-        about = (inspect.getdoc(tool) or "").split("\n\n")[0]
-        about = " ".join(about.split())
-        lines.append(f"- {tool.__name__}{inspect.signature(tool)}: {about}")
-    return "\n".join(lines)
+    return help_of(tools_of(kind))
 
 
-def _tools(kind: str) -> tuple[Callable, ...]:
+def tools_of(kind: str) -> tuple[Callable, ...]:
+    """The functions that the REPL offers for a kind."""
     kind = "evidence" if kind == QUESTION else kind
     return tuple(getattr(load(kind), "TOOLS", ()))
 

@@ -8,11 +8,14 @@ find its builtins (rlm_query, ...) as free names; here nobody calls them.
 """
 import ast
 import bisect
+import builtins
 import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from runtime.frames import BUILTINS
 
 
 def list_papers(ctx):
@@ -27,15 +30,20 @@ def get_paper_abstract(ctx, id):
 
 def search(text, keyword, window=300, bidirectional=True):
     """Passages around each occurrence of keyword (any case), widened to whole sentences,
-    verbatim; window=0 gives just the sentences that contain it.
+    verbatim; window=0 gives just the sentences that contain it. Of a dict of papers: a
+    dict, with the passages of those papers that have some.
 
     `window` characters before (if bidirectional) and after it count; passages that overlap
     are joined."""
-    low, word, passages, end = text.lower(), keyword.lower(), [], -1
-    if len(low) != len(text):  # some letters change length: positions would shift
-        low, word = text, keyword
+    if isinstance(text, dict):
+        found = {i: search(t, keyword, window, bidirectional) for i, t in text.items()}
+        return {i: passages for i, passages in found.items() if passages}
+    low, word = text.lower(), keyword.lower()
+    if len(low + word) != len(text + keyword):  # a letter became two: each alone instead
+        low, word = ("".join(c.lower()[0] for c in part) for part in (text, keyword))
     ends = [m.end() for m in re.finditer(r"[.!?]\s+|\n+", text)]
     stops = [0, *ends, len(text)]
+    passages, end = [], -1
 
     at = low.find(word) if word else -1
     while at >= 0:
@@ -63,6 +71,78 @@ TOOLS = (list_papers, get_paper_abstract, search, extract_section)
 
 
 # ---------------------------------------------------------------------------------------
+# Tools of any file
+
+def check_names(tools: Iterable[Callable]) -> None:
+    """Raises ValueError for a tool without a name that code can call, or with a name that
+    is taken."""
+    taken = set(BUILTINS)
+    for tool in tools:
+        name = getattr(tool, "__name__", "")
+        if not callable(tool) or not name.isidentifier():
+            raise ValueError(f"{tool!r} is no tool: code needs a name to call it by")
+        if name in taken:
+            raise ValueError(f"a tool cannot be called {name}: that name is taken")
+        taken.add(name)
+
+
+def help_of(tools: Iterable[Callable]) -> str:
+    """One line per tool for the prompt: its signature and the start of its docstring."""
+    lines = []
+    for tool in tools:
+        about = (inspect.getdoc(tool) or "").split("\n\n")[0]
+        about = " ".join(about.split())
+        lines.append(f"- {tool.__name__}{inspect.signature(tool)}: {about}")
+    return "\n".join(lines)
+
+
+def can_travel(tools: tuple[Callable, ...]) -> tuple[Callable, ...]:
+    """The tools whose source can stand alone: functions that need nothing but their
+    arguments, Python's own modules, and other such tools."""
+    needed = {}
+    for tool in tools:
+        try:
+            text = inspect.getsource(tool)
+            if inspect.isfunction(tool) and text.startswith("def "):  # also no lambda
+                needed[tool] = free_names(tool, text)
+        except (OSError, TypeError, SyntaxError):  # no source
+            pass
+    while True:
+        names = {tool.__name__ for tool in needed}
+        alone = {tool: free for tool, free in needed.items() if not free - names}
+        if len(alone) == len(needed):
+            return tuple(alone)
+        needed = alone
+
+
+def free_names(function: Callable, text: str) -> set[str]:
+    """The names that a function's source uses, and that neither it, nor Python, nor an
+    import of Python's own modules in its file defines."""
+    used, known = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)):
+            known.add(node.name)
+        elif isinstance(node, ast.alias):
+            known.add((node.asname or node.name).split(".")[0])
+    for statement in imports_of(function):
+        module = getattr(statement, "module", None) or statement.names[0].name
+        if module.split(".")[0] in sys.stdlib_module_names:
+            known |= {(name.asname or name.name).split(".")[0] for name in statement.names}
+    return used - known
+
+
+def imports_of(function: Callable) -> list:
+    """The import statements of the file that a function is from."""
+    whole_file = inspect.getsource(sys.modules[function.__module__])
+    return [statement for statement in ast.parse(whole_file).body
+            if isinstance(statement, (ast.Import, ast.ImportFrom))]
+
+
+# ---------------------------------------------------------------------------------------
 # Messages
 
 PIECES = 24  # children of one batch
@@ -78,13 +158,11 @@ def source(functions: tuple[Callable, ...]) -> str:
         bodies.append(body)
         used = {n.id for n in ast.walk(ast.parse(body)) if isinstance(n, ast.Name)}
         used -= brought
-        whole_file = inspect.getsource(sys.modules[function.__module__])
-        for statement in ast.parse(whole_file).body:
-            if isinstance(statement, (ast.Import, ast.ImportFrom)):
-                statement.names = [name for name in statement.names
-                                   if (name.asname or name.name).split(".")[0] in used]
-                if statement.names and ast.unparse(statement) not in imports:
-                    imports.append(ast.unparse(statement))
+        for statement in imports_of(function):
+            statement.names = [name for name in statement.names
+                               if (name.asname or name.name).split(".")[0] in used]
+            if statement.names and ast.unparse(statement) not in imports:
+                imports.append(ast.unparse(statement))
     return "\n".join([*imports, *bodies])
 
 

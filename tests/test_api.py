@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from eval import rlm_config
 from lab import api
-from lab.api import API, Account, APIError, Stop
+from lab.api import API, Account, APIError, Stop, Unreachable
+from rlm import RLMConfig, rollout
+from tasks import Task
 from test_eval import command as evaluate  # noqa: F401 (a fixture)
 from tree import Node, Turn
 
@@ -181,6 +184,43 @@ def test_what_the_server_refuses_is_a_failure_and_no_score(stub, evaluate, tmp_p
     assert len(server.log()) == 3  # asked once each
 
 
+@pytest.mark.parametrize("method, value", [
+    ("rlm0", ["Error: the tree's budget of 1 nodes is used up"] * 3), ("rlm1", None)])
+def test_a_request_that_the_server_refuses_is_an_error_in_its_slot(stub, method, value):
+    """A thinking model's root asks three leaves; the server refuses the second. A text of
+    100,000 letters of three bytes each is not even sent."""
+    code = ("a = llm_query_batched(['good', 'BAD', 'good'])\n"
+            "FINAL([a, llm_query('\u8a9e' * 100_000)])")
+    server = stub(says=f"<think>\nFINAL(0)?\n</think>\n```repl\n{code}\n```", refuse="BAD")
+    policy = API(server.url, "m", Account())
+    task = Task("t", "question", "What is it?", "the context")
+    config = rlm_config(method, RLMConfig())
+    root = asyncio.run(rollout(task, policy, None, config))
+    answers, long = root.answer
+    if value:
+        assert answers == value and len(server.log()) == 1
+        return
+    assert answers[0] == answers[2] and answers[0].startswith("```repl")  # no thought
+    assert answers[1] == ("Error: the call ended without an answer (the model's server "
+                          "refuses the request)")
+    assert "prompt and context have 75" in long
+    assert [row["fault"] for row in server.log()].count("400") == 1  # not asked again
+    assert [node.end for node in root.children] == ["text", "refused", "text"]
+
+
+def test_a_server_that_has_served_nothing_refuses_for_everybody(stub):
+    server = stub(says="x", refuse="question")
+    task = Task("t", "question", "the question", "the context")
+    with pytest.raises(APIError, match="status 400"):
+        asyncio.run(rollout(task, API(server.url, "m", Account()), None, RLMConfig()))
+
+
+def test_what_a_model_thinks_is_kept_apart_from_its_text():
+    message = {"content": "hi", "reasoning_content": "```repl\nFINAL(0)\n```"}
+    (done,), _ = ask([http({"choices": [{"message": message}]})])
+    assert done.text == "hi"
+
+
 def test_root_and_children_may_be_different_models(stub, evaluate, tmp_path):
     server = stub()
     message, text = evaluate("--api", server.url, "--api-model", "big", "--children",
@@ -299,11 +339,11 @@ def test_back_off_doubles_and_heeds_retry_after(monkeypatch):
 
 @pytest.mark.parametrize("raw, error, says", [
     (http({}, "500 No"), APIError, "status 500"),
-    (http({}, "429 Slow"), Stop, "status 429"),
+    (http({}, "429 Slow"), Unreachable, "status 429"),
     (http({"error": {"message": "too\nlong"}}, "400 Bad"), APIError, "too long"),
     (http({}, "404 None"), Stop, "no model 'm'"), (http({}, "302 Found"), Stop, "302"),
     (http({}, "403 No"), Stop, "wants a key"),
-    (b"", Stop, "6 attempts"),  # a server that never says anything is as good as none
+    (b"", Unreachable, "6 attempts"),  # one that never says anything is as good as none
 ])
 def test_what_lasts_is_raised(raw, error, says, monkeypatch):
     monkeypatch.setattr(api, "BACKOFF", 1e-4)

@@ -87,11 +87,13 @@ def load(path):
 def record(score, failed="", **more):
     counts = dict.fromkeys("in reused out calls nodes depth root errors".split(), 2)
     return {"score": score, "failed": failed, "end": "failed" if failed else "final",
+            "answered": not failed,
             "seen": None, "seconds": 1.0, "context": 100, "dollars": None, **counts, **more}
 
 
 def test_failures_stay_out_of_every_mean():
-    records = [record(1.0, seconds=1.0), record(0.0, seconds=3.0, end="turns"),
+    records = [record(1.0, seconds=1.0),
+               record(0.0, seconds=3.0, end="turns", answered=False),
                record(0.0, "lost", seconds=99.0, calls=50)]
     row = evaluation.summary(records, "evidence", 8000, "rlm1")
     assert (row["n"], row["failed"], row["score"], row["unanswered"]) == (2, 1, 0.5, 1)

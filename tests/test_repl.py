@@ -131,6 +131,13 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     assert "SyntaxError" in four.error and '"<repl>"' in four.error
 
 
+def test_a_traceback_shows_the_lines_of_the_block_alone():
+    tools = "def helper(x):\n\n\n    return x.missing"
+    error = run("y = 1\nhelper(y)", tools=tools)[0].error
+    assert 'File "<repl>", line 2, in <module>\n    helper(y)\n' in error
+    assert error.count("File") == 1 and "has no attribute 'missing'" in error
+
+
 def test_builtins_are_put_back():
     tools = "SECRET = 7\ndef tool(): return SECRET"
     spoil = "context = FINAL = llm_query = tool = SECRET = print = None; __builtins__ = {}"
@@ -143,7 +150,7 @@ def test_builtins_are_put_back():
 
 def test_annotations_are_evaluated_in_blocks_and_not_in_tools():
     code = "from dataclasses import *\n@dataclass\nclass A:\n    x: 'int'\nFINAL(A(1))"
-    assert final(code) == "A(x=1)"
+    assert final(code) == {"x": 1}
     assert "NameError" in run("def f(x: Unknown): pass")[0].error
     assert final("FINAL(tool(1))", tools="def tool(x: Unknown): return x") == 1
 
@@ -176,12 +183,50 @@ def test_final_in_a_thread():
     assert final(code + "\nwhile True: pass") == 3
 
 
-def test_final_var():
-    one, two, three, four = run("x = 1; z = 2; FINAL_VAR('y')", "FINAL_VAR(x)", "print(x)",
-                                "FINAL_VAR('x')")
+@pytest.mark.parametrize("argument, answer", [
+    ("'x'", 1), ("x", 1), ("[x, z]", [1, "two words"]), ("'z'", "two words"),
+    ("z", "two words"), ("word", "word"), ("'word ' + z", "word two words")])
+def test_final_var(argument, answer):
+    """The name of a variable, or the value itself, as published prompts have both."""
+    before = "x = 1; z = 'two words'; word = 'w' + 'ord'"
+    assert final(f"{before}; FINAL_VAR({argument})") == answer
+
+
+def test_final_var_of_a_name_that_is_none():
+    one, two = run("x = 1; z = 2; FINAL_VAR('y')", "print(x)")
     assert "NameError" in one.error and "'y'" in one.error and "x, z" in one.error
-    assert "FINAL takes a value" in two.error and three.stdout == "1\n"
-    assert four.done and four.final == 1
+    assert two.stdout == "1\n"
+
+
+@pytest.mark.parametrize("code, answer", [
+    ("{'a'}", ["a"]), ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", [1, "b"]),
+    ("range(3)", [0, 1, 2]), ("{'a': 1}.keys()", ["a"]),
+    ("numpy.int64(3)", 3), ("numpy.float32(0.5)", 0.5), ("numpy.bool_(True)", True),
+    ("numpy.arange(2000)", list(range(2000))), ("[numpy.ones((2, 1))]", [[[1.0], [1.0]]]),
+    ("Point(1, [Point(2, {3})])", {"x": 1, "y": [{"x": 2, "y": [3]}]}),
+    ("collections.deque([1, 2])", [1, 2]),
+    ("collections.Counter('aab')", {"a": 2, "b": 1})])
+def test_a_value_is_answered_as_what_it_means(code, answer):
+    before = ("import collections, numpy\nfrom dataclasses import dataclass\n"
+              "@dataclass(slots=True)\nclass Point:\n    x: int\n    y: object\n")
+    assert final(f"{before}FINAL({code})") == answer
+    assert final(f"{before}FINAL(rlm_query('q', {code}))", on_query=echo)[2] == answer
+
+
+@pytest.mark.parametrize("code", ["(i for i in 'ab')", "map(str, [1])", "iter([1])",
+                                  "{'a': [zip('a', 'b')]}"])
+def test_a_generator_is_refused_with_what_to_do(code):
+    for call in (f"FINAL({code})", f"rlm_query('q', {code})"):
+        assert "is not a value yet: make it a list" in run(call)[0].error
+
+
+def test_a_draft_of_the_answer_comes_with_every_result():
+    results = run("x = 1", "answer['content'] = [1, {2}]", "1 / 0",
+                  "answer['content'] = ''", "answer['content'] = 'x' * 200",
+                  "answer['content'] = (i for i in 'a')",
+                  "answer = 5", "answer = {'content': 7}", answer_chars=100)
+    drafts = [result.draft for result in results]
+    assert drafts == [None, [1, [2]], [1, [2]], None, None, None, None, 7]
 
 
 def test_answer_variable():
@@ -209,6 +254,7 @@ def test_an_answer_too_large_is_an_error():
     ("rlm_query_batched('a')", [["rlm", "a", None]]),
     ("rlm_query_batched(['a', 'b'])", [["rlm", "a", None], ["rlm", "b", None]]),
     ("[rlm_query_batched([], []), llm_query_batched([])]", [[], []]),
+    ("rlm_query_batched(['a'], context_list=['b'])", [["rlm", "a", "b"]]),
 ])
 def test_queries(code, answer):
     assert final(f"FINAL({code})", on_query=echo) == answer
@@ -221,6 +267,43 @@ def test_wrong_queries_are_errors_inside():
     one, two = run("rlm_query_batched(['a'], ['b', 'c'])", "rlm_query_batched('a', 'text')",
                    on_query=never)
     assert "ValueError: 1 prompts but 2 contexts" in one.error and "TypeError" in two.error
+
+
+def test_queries_of_threads_run_side_by_side_and_each_gets_its_own_answer():
+    """Eight threads, whose answers come in another order; the clock stands meanwhile."""
+    most = 0
+
+    async def on_query(kind, prompts, contexts):
+        nonlocal most
+        open_now.add(prompts[0])
+        most = max(most, len(open_now))
+        await asyncio.sleep(0.6 - 0.05 * int(prompts[0][:1]))
+        open_now.discard(prompts[0])
+        return [prompt + "!" for prompt in prompts]
+
+    open_now = set()
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+def ask(i): return [llm_query(f"{i}{'x' * 100_000 * j}")[-3:] for j in range(3)]
+with ThreadPoolExecutor(8) as pool: found = list(pool.map(ask, range(8)))
+FINAL([found, llm_query("8")])
+"""
+    found, last = final(code, on_query=on_query, seconds=1)
+    assert found == [[f"{i}!", "xx!", "xx!"] for i in range(8)] and last == "8!"
+    assert most == 8
+
+
+def test_a_block_ends_when_the_queries_of_its_threads_have():
+    async def on_query(kind, prompts, contexts):
+        await asyncio.sleep(0.3)
+        asked.append(prompts)
+        return prompts
+
+    asked = []
+    code = "import threading\nthreading.Thread(target=llm_query, args=('a',)).start()"
+    one, two = run(f"{code}\nimport time; time.sleep(0.05)", "print(llm_query('b'))",
+                   on_query=on_query)
+    assert one == Result() and two.stdout == "b\n" and asked == [["a"], ["b"]]
 
 
 def test_nobody_answers():

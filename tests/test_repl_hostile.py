@@ -279,7 +279,7 @@ PROTOCOL = [
     forged("answers", "send(b'R', b'[]')"),
     case("query-flood", "while True: send(b'Q', b'[\"llm\", [\"a\"], null]')", "protocol",
          seconds=5),
-    case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP,
+    case("query-and-no-reading", "send(b'Q', b'[0, \"llm\", [\"a\"], null]')" + LOOP,
          "timeout"),
     forged("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
            "[struct.pack('!Ic', 0, b'Z')], [0] * 100)"),
@@ -382,7 +382,7 @@ CONTEXTS = {
 }
 VALUES = [
     answers("nested", "(1, [2.5, (None, True)], {'a': 'b', 1: {3}})",
-            '[1, [2.5, [null, true]], {"a": "b", "1": "{3}"}]'),
+            '[1, [2.5, [null, true]], {"a": "b", "1": [3]}]'),
     answers("class", "{(1, 2): object}", '{"(1, 2)": "<class \'object\'>"}'),
     answers("integer-that-fits", "2 ** 99", str(2**99)),
     case("deep-300", DEEP % 300 + "FINAL(x)", f"final {DEEP_JSON}"),

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlm import RLMConfig, collect, observation, opening, parse, rollout
 from runtime.repl_server import Handle
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
-from tree import Completion, Node, render
+from tree import Completion, Node, Refused, render
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -237,7 +238,11 @@ def test_text_in_the_context_never_becomes_markup(tiny):
 
 @pytest.mark.parametrize("text, blocks", [
     ("", []), ("no code", []), ("```python\nx\n```", []), ("```\nx\n```", []),
-    ("```repl\nFINAL(1)", []), ("```repl\nFINAL(1)```", []), ("say ```repl\nx\n```", []),
+    ("```repl\nFINAL(1)", []), ("```repl\nFINAL(1)```", []), ("```repl x\n```", []),
+    # As models write it: behind words, with other line ends, with longer fences.
+    ("Code: ```repl\nx\n```", ["x\n"]), ("```repl\r\nx = 1\r\n```\r\n", ["x = 1\r\n"]),
+    ("````repl\nx = '''\n```\n'''\n````", ["x = '''\n```\n'''\n"]),
+    ("````repl\nx\n```", []),
     ("```repl\n```", [""]), ("a\n```repl\nx\n```\nb", ["x\n"]),
     ("```repl  \nx = '''\n  ```\n'''\n```", ["x = '''\n  ```\n'''\n"]),
     ("```repl\nx\n```\n\n```repl\ny\n```\n```repl\nz", ["x\n", "y\n"])], ids=repr)
@@ -513,10 +518,30 @@ def test_a_root_that_does_not_fit_ends_with_window_and_never_speaks(tiny):
     assert (root.end, root.answer, root.turns) == ("window", None, [])
 
 
-def test_an_observation_that_does_not_fit_ends_the_node_with_window(tiny):
-    root = run({(): block("print('word ' * 1500)")}, tokenizer=tiny, window=2500)
+@pytest.mark.parametrize("with_tokens", [True, False])
+def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, with_tokens):
+    tokenizer = tiny if with_tokens else None
+    says = {(): [block("print('word ' * 1500)"), block("FINAL(1)")]}
+    most = 0
+    for window in (1600, 1900, 2200):
+        root = run(says, tokenizer=tokenizer, window=window, turn_tokens=100)
+        [shown] = seen(root)
+        kept, missing = re.search(r"output:\n(.*)\n... \[(\d+) characters cut: the window "
+                                  r"is full\]", shown, re.DOTALL).groups()
+        assert root.answer == 1 and len(kept) + int(missing) == 7500
+        assert kept == ("word " * 1500)[:len(kept)] and len(kept) > most
+        most = len(kept)
+        used = len(root.ids) if with_tokens else sum(len(t.text) // 4 for t in root.turns)
+        assert window - 200 < used < window  # a message of 100 tokens would still fit
+
+
+def test_a_node_ends_with_window_where_not_even_the_question_fits(tiny):
+    says = {(): [block("print('word ' * 1500)"), block("FINAL(1)")]}
+    whole = run(says, tokenizer=tiny)
+    window = sum(len(turn.ids) for turn in whole.turns[:3]) + 20
+    root = run(says, tokenizer=tiny, window=window)
     assert root.end == "window" and root.turns[-1].role == "assistant"
-    assert len(root.ids) < 2500
+    assert len(root.ids) < window
 
 
 def test_the_last_turn_ends_a_node_that_gave_no_answer():
@@ -635,6 +660,224 @@ def test_if_every_tree_is_lost_the_last_error_is_raised():
     with pytest.raises(OSError, match="lost 0"):  # the last in time
         asyncio.run(collect([evidence(0), evidence(1)], policy, None, RLMConfig()))
     assert asyncio.run(collect([], policy, None, RLMConfig())) == []
+
+
+# --- refused requests, answers without FINAL, tools of the caller -------------------------
+
+async def picky(node, max_tokens, key):
+    """Refuses what has BAD in it."""
+    if "BAD" in node.turns[1].text:
+        raise Refused("too long for the server")
+    code = "FINAL([llm_query_batched(['good', 'BAD', 'good']), rlm_query('BAD')])"
+    return Completion(block(code) if not node.path else "fine")
+
+
+def test_a_refused_call_is_an_error_string_in_its_place():
+    root = run(picky)
+    (one, two, three), four = root.answer
+    assert one == three == "fine" and two == four
+    assert two == ("Error: the call ended without an answer (the model's server refuses "
+                   "the request)")
+    assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
+    assert root.children[1].answer is None
+
+
+def test_a_refused_root_scores_and_a_budget_gets_its_tokens_back():
+    [done] = asyncio.run(collect([task("BAD")], picky, None, RLMConfig(), tries=1,
+                                 score=lambda task, answer: float(answer is None)))
+    assert (done.root.end, done.failed, done.reward) == ("refused", "", 1.0)
+    code = "FINAL([llm_query('BAD') for _ in range(5)] + [llm_query('a')])"
+
+    async def policy(node, max_tokens, key):
+        return await picky(node, max_tokens, key) if node.path else Completion(block(code))
+
+    root = run(policy, tree_tokens=200, turn_tokens=100)
+    assert root.answer[-1] == "fine"
+
+
+def test_letters_of_three_bytes_count_for_more_than_a_quarter():
+    """100,000 of them are no 25,000 tokens: a server would refuse them."""
+    for letter, fits in (("a", True), ("語", False)):
+        root = run({(): block(f"FINAL(llm_query('{letter}' * 100_000))"), "*": "read"})
+        assert (root.answer == "read") == fits
+        assert fits or "prompt and context have 75" in root.answer
+
+
+@pytest.mark.parametrize("code, end", [
+    ("x = 1", "turns"), ("while True: pass", "timeout"),
+    ("print('word ' * 9999)", "window")])
+def test_a_node_without_final_answers_with_what_it_has_put_into_answer(code, end):
+    says = [block("answer['content'] = {'best': [1]}"), block(code)]
+    config = {"limits": Limits(seconds=2.0), "max_turns": 4 if end == "window" else 2,
+              "window": 1500, "turn_tokens": 100}
+    root = run({(): says if end != "window" else [*says, block("y = 2" + " " * 4000)]},
+               **config)
+    assert (root.answer, root.end) == ({"best": [1]}, end)
+
+    parent = run({(): block("FINAL(rlm_query('q', 1))"), "*": says}, **config | {
+        "max_turns": 2})
+    assert parent.answer == {"best": [1]}
+    empty = run({(): block("FINAL(rlm_query('q', 1))"), "*": [block("x = 1")] * 2},
+                max_turns=2)
+    assert empty.answer.startswith("Error")
+
+
+def test_final_in_prose_is_explained():
+    prose = "I am done: FINAL(3)"
+    root = run({(): [prose, f"{block('print(5)')}\nFINAL_VAR(x)", block("FINAL(1)")]})
+    one, two = seen(root)
+    assert "No complete ```repl block" in one and "outside of a ```repl block" in one
+    assert two.startswith("REPL output:\n5\nFINAL outside of")
+    assert "outside" not in seen(run({(): [block("x = 'FINAL(1)'"), block("FINAL(1)")]}))[0]
+
+
+def plain(text, times=2):
+    """Repeats it.
+
+    Not in the prompt."""
+    return plain_helper(text) * times
+
+
+def plain_helper(text):
+    return json.dumps(text)
+
+
+PREFIX = "seen here: "
+
+
+def with_a_global(text):
+    return PREFIX + text
+
+
+async def later(text):
+    await asyncio.sleep(0.01)
+    return {"text": text}
+
+
+def with_tools(code, tools, **config):
+    root = asyncio.run(rollout(task(), Script({(): [block(code)] * 2}), None,
+                               RLMConfig(max_turns=2, **config), tools=tools))
+    return root
+
+
+def test_tools_of_the_caller():
+    """Plain functions run in the REPL, all others here; both are in the prompt."""
+    here = {"n": 0}
+
+    def closure(by=1):
+        """Counts."""
+        here["n"] += by
+        return {"n": here["n"], "pid": os.getpid()}
+
+    class Store:
+        def get(self, key):
+            raise KeyError(key)
+
+    tools = (plain, plain_helper, with_a_global, later, closure, Store().get)
+    code = ("import os\n"
+            "try: get('x')\nexcept RuntimeError as error: e = str(error)\n"
+            "FINAL([plain('a'), with_a_global('b'), later(text='c'), closure(), "
+            "closure(by=2), e, plain.__code__.co_name, os.getpid()])")
+    root = with_tools(code, tools)
+    one, two, three, four, five, error, name, inside = root.answer
+    assert (one, two, three) == ('"a""a"', "seen here: b", {"text": "c"})
+    assert four == {"n": 1, "pid": os.getpid()} and five["n"] == here["n"] == 3
+    assert error == "get: KeyError: 'x'" and name == "plain" and inside != os.getpid()
+    system = root.turns[0].text
+    for line in ("- plain(text, times=2): Repeats it.\n", "- closure(by=1): Counts.",
+                 "- get(key): "):
+        assert line in system
+
+
+@pytest.mark.parametrize("tools, why", [
+    ([lambda x: x], "no tool"), ([3], "no tool"), ([plain, plain], "plain: that name is"),
+    ([tasks.in_repl.search], "search: that name is taken")])
+def test_tools_that_are_none_or_whose_name_is_taken_are_refused(tools, why):
+    with pytest.raises(ValueError, match=why):
+        with_tools("1", tools)
+
+    def FINAL(value):
+        return value
+
+    with pytest.raises(ValueError, match="cannot be called FINAL"):
+        with_tools("1", [FINAL])
+
+
+def test_tools_harm_nobody():
+    """Endless ones, ones that exit or return what is no value, hostile arguments, too many
+    calls."""
+    ended = threading.Event()
+
+    def endless(x):
+        ended.wait(60)
+
+    def leaves():
+        raise SystemExit(3)
+
+    def generator():
+        return (i for i in range(3))
+
+    def large():
+        return "x" * 2000
+
+    def same(*arguments, **named):
+        return [arguments, named]
+
+    code = '''
+errors = []
+for call in (lambda: endless(1), leaves, generator, large, lambda: same(i for i in "ab"),
+             lambda: same.__self__):
+    try: errors.append(call())
+    except Exception as error: errors.append(f"{type(error).__name__}: {error}")
+deep = []
+for _ in range(500): deep = [deep]
+a = same(deep, {1, 2}, object, b"x", float("nan"), **{"self": 1, "name": "\\ud800"})
+calls = [0, ""]
+try:
+    while True:
+        same()
+        calls[0] += 1
+except RuntimeError as error: calls[1] = str(error)
+FINAL([errors, len(a), a[1], calls])
+'''
+    tools = [endless, leaves, generator, large, same]
+    start = time.monotonic()
+    limits = Limits(seconds=3.0, queries=300, answer_chars=1500)
+    root = with_tools(code, tools, limits=limits)
+    errors, size, named, calls = root.answer
+    says = ["endless: no answer within 3 s", "SystemExit(3)", "generator is not a value",
+            "2002 characters", "generator is not a value", "AttributeError"]
+    assert len(errors) == 6
+    for error, text in zip(errors, says):
+        assert text in error
+    assert (size, named) == (2, {"self": 1, "name": "\ud800"})
+    assert calls == [295, "same: Error: a block may ask 300 queries, this makes it 301"]
+    assert time.monotonic() - start < 30
+    ended.set()
+
+
+def test_calls_that_never_return_do_not_pile_up():
+    ended, begun = threading.Event(), []
+
+    def endless():
+        begun.append(1)
+        ended.wait(60)
+
+    code = '''
+import threading
+def one():
+    try: endless()
+    except RuntimeError as error: errors.append(str(error))
+errors = []
+for _ in range(5):
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+FINAL([len(errors), sum("not returned yet" in e for e in errors)])
+'''
+    root = with_tools(code, [endless], limits=Limits(seconds=0.5))
+    assert root.answer == [40, 24] and len(begun) == 16
+    ended.set()
 
 
 def test_a_repl_that_cannot_start_loses_the_tree(monkeypatch):
@@ -765,8 +1008,7 @@ def test_a_mistake_on_the_command_line_is_one_line(args, stdin, says):
 
 @pytest.mark.parametrize("args, says", [
     (("--model", "/nonexistent", "--fast", "q"), "--fast"), (("q",), "--model"),
-    ((), "--model"),
-    (("--model", "x", "--seed", "one", "q"), "--seed")])
+    ((), "question"), (("--model", "x", "--seed", "one", "q"), "--seed")])
 def test_wrong_flags_are_refused_by_name(args, says):
     done = command(*args)
     assert done.returncode == 2 and says in done.stderr.splitlines()[-1]

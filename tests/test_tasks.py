@@ -220,6 +220,11 @@ TIDES = "A tide came. A tide went. Quiet now. A tide came."
     (TIDES, ("absent",), []), (TIDES, ("",), []), ("", ("word",), []), ("", ("",), []),
     # letters that change length in lower case do not shift passages
     ("İİİİ. The tide. İİ.", ("tide", 0), ["The tide."]),
+    ("By İnan. The Transformer works.", ("transformer", 0), ["The Transformer works."]),
+    ("By İnan. The end.", ("inan", 0), ["By İnan."]),
+    ("By Inan.", ("İNAN", 0), ["By Inan."]),
+    # over a dict of papers: those that have some
+    ({"a": TIDES, "b": FIVE, "c": ""}, ("WORD", 0), {"b": ["Three WORD three."]}),
 ])
 def test_what_a_search_finds(text, asked, passages):
     assert search(text, *asked) == passages

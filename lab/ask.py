@@ -1,0 +1,105 @@
+"""The command line of rlm.py: one question about files.
+
+    python rlm.py --model DIR "QUESTION" FILE...
+    python rlm.py --api URL --api-model NAME "QUESTION" FILE...
+
+The answer goes to standard output, and all that is no answer to standard error with a
+status that is not 0. What a model wrote is printed with its control characters spelled out.
+"""
+import argparse
+import json
+import sys
+from typing import Any
+
+import rlm
+from lab import api, report
+from runtime.files import write_text
+from tasks import Task
+from tree import Completion, Node, Rollout, printable, render
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Ask a recursive language model about files.",
+        epilog="The key of --api is read from OPENAI_API_KEY.")
+    parser.add_argument("--model", help="checkpoint directory (no default)")
+    parser.add_argument("--api", metavar="URL", help="ask a server instead of --model, as "
+                        "http://localhost:8000/v1")
+    parser.add_argument("--api-model", metavar="NAME", help="its model")
+    parser.add_argument("--temperature", type=float, default=1.0,
+                        help="sampling temperature, 0 is greedy (default 1.0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--sandbox", default="auto", choices=("require", "auto", "off"),
+                        help="namespaces around the REPL (default auto: where possible)")
+    parser.add_argument("--trace", action="store_true", help="print the tree (default off)")
+    parser.add_argument("--stream", action="store_true",
+                        help="print each turn as it ends (default off)")
+    parser.add_argument("--html", metavar="FILE", help="write the tree as a page")
+    parser.add_argument("question", help="what to ask")
+    parser.add_argument("files", nargs="*", help="the context (default standard input)")
+    args = parser.parse_args()
+    if not (args.model or args.api):
+        parser.error("--model DIR is needed, or --api URL with --api-model NAME")
+    try:
+        context = read_context(args.files)
+        if not rlm.as_text(context).strip():
+            raise ValueError("the context is empty")
+        if args.api:
+            asked = rlm.RLM.from_api(
+                args.api, args.api_model, args.temperature, args.sandbox)
+        else:
+            asked = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox)
+        if args.stream:
+            asked.policy = streamed(asked.policy)
+        answer = asked.completion(args.question, context)
+        if args.html:
+            task = Task("question", "question", args.question, context)
+            tree = Rollout(task, "", asked.trace, 0.0)
+            write_text(args.html, report.page(
+                "One question", {"question": args.question}, [], [("the tree", tree)],
+                asked.tokenizer))
+    except (OSError, ValueError, RuntimeError, api.Stop, api.APIError) as error:
+        sys.exit(f"rlm.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("rlm.py: interrupted")
+    if args.trace:
+        print(render(asked.trace) + "\n")
+    end = asked.trace.end
+    if end in rlm.ENDS and answer is None:
+        sys.exit(f"rlm.py: no answer: {rlm.ENDS[end]}")
+    if end in rlm.ENDS:
+        print(f"rlm.py: no FINAL ({rlm.ENDS[end]}); the variable `answer` held:",
+              file=sys.stderr)
+    print(printable(answer if isinstance(answer, str) else json.dumps(answer, indent=1)))
+
+
+def streamed(policy):
+    """The policy, which prints every turn as it ends, with the path of its node."""
+    shown: dict[Node, int] = {}
+
+    def show(node: Node, role: str, text: str) -> None:
+        mark = "»" if role == "assistant" else "·"
+        name = ".".join(map(str, node.path)) or "root"
+        for line in printable(text).splitlines():
+            print(f"{name} {mark} {line}", flush=True)
+
+    async def told(node: Node, max_tokens: int, key: tuple) -> Completion:
+        for turn in node.turns[shown.get(node, 1):]:  # without the system prompt
+            show(node, turn.role, turn.text)
+        completion = await policy(node, max_tokens, key)
+        show(node, "assistant", completion.text)
+        shown[node] = len(node.turns) + 1
+        return completion
+
+    return told
+
+
+def read_context(files: list[str]) -> Any:
+    """One file: its text. Several files: {name: text}. None: standard input."""
+    if not files:
+        return sys.stdin.read()
+    texts = {}
+    for name in files:
+        with open(name, encoding="utf-8", errors="replace") as file:
+            texts[name] = file.read()
+    return texts if len(texts) > 1 else texts[files[0]]

@@ -1,0 +1,51 @@
+"""Sends a run's metrics to TensorBoard or Weights & Biases while it trains.
+
+OUT/metrics.jsonl stays the truth: what is sent there is a copy of its numbers. The package
+is imported when it is asked for, and nothing here needs it otherwise.
+"""
+import os
+from collections.abc import Callable
+
+
+def tracker(name: str, out: str, flags: dict) -> Callable[[dict], None]:
+    """`track(row)` for lines of metrics.jsonl. Raises ValueError without the package."""
+    if name == "none":
+        return lambda row: None
+    try:
+        return {"tensorboard": tensorboard, "wandb": wandb}[name](out, flags)
+    except ImportError as error:
+        raise ValueError(
+            f"--track {name} needs a package: pip install {name} ({error})") from None
+
+
+def tensorboard(out: str, flags: dict) -> Callable[[dict], None]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(os.path.join(out, "tensorboard"))
+
+    def track(row: dict) -> None:
+        for name, value in numbers(row).items():
+            writer.add_scalar(name, value, row["step"])
+        writer.flush()
+
+    return track
+
+
+def wandb(out: str, flags: dict) -> Callable[[dict], None]:
+    import wandb
+
+    # The same id after --resume: the curves go on.
+    name = os.path.basename(os.path.normpath(out))
+    run = wandb.init(project="rlm", name=name, id=name, resume="allow", config=flags)
+    run.define_metric("*", step_metric="step")
+
+    def track(row: dict) -> None:
+        run.log({**numbers(row), "step": row["step"]})
+
+    return track
+
+
+def numbers(row: dict) -> dict[str, float]:
+    """The numbers of a line, under its phase: {"grpo/reward": 0.5}."""
+    return {f"{row['phase']}/{name}": value for name, value in row.items()
+            if isinstance(value, (int, float)) and name not in ("step", "phase")}

@@ -1,0 +1,64 @@
+"""Metrics that are sent elsewhere as well, with stand-ins for the packages."""
+import sys
+import types
+
+import pytest
+
+from runtime.track import tracker
+
+ROW = {"phase": "grpo", "step": 3, "reward": 0.5, "rows": 7, "ends": {"final": 2},
+       "worse": None, "name": "x", "elapsed": 1.5}
+
+
+def test_nothing_is_tracked_unless_asked_for():
+    assert tracker("none", "out", {})(ROW) is None
+
+
+def test_numbers_go_to_tensorboard_under_their_phase(monkeypatch, tmp_path):
+    sent = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def add_scalar(self, name, value, step):
+            sent.append((self.folder, name, value, step))
+
+        def flush(self):
+            sent.append("flushed")
+
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    tracker("tensorboard", str(tmp_path), {})(ROW)
+    folder = str(tmp_path / "tensorboard")
+    assert sent == [(folder, "grpo/reward", 0.5, 3), (folder, "grpo/rows", 7, 3),
+                    (folder, "grpo/elapsed", 1.5, 3), "flushed"]
+
+
+def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
+    sent = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            pass
+
+        def log(self, row):
+            sent.append(row)
+
+    def init(**options):
+        sent.append(options)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    tracker("wandb", "runs/a/", {"lr": 1.0})(ROW)
+    assert sent[0] == {"project": "rlm", "name": "a", "id": "a", "resume": "allow",
+                       "config": {"lr": 1.0}}
+    assert sent[1] == {"grpo/reward": 0.5, "grpo/rows": 7, "grpo/elapsed": 1.5, "step": 3}
+
+
+@pytest.mark.parametrize("name, module", [
+    ("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_package_that_is_not_there_is_one_line(monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"--track {name} needs a package: pip install"):
+        tracker(name, "out", {})
