@@ -33,6 +33,7 @@ Somebody's own path/to/my_task.py is used like one of ours. Where a public scori
 guesses what an answer meant, ours does not: a list of all labels, a refusal or the question
 scores 0. Left out: prompts (rlm.py), and all that runs a model. Standard library only.
 """
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -41,7 +42,7 @@ import numbers
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -247,7 +248,8 @@ NAMED = 5  # rows that were left out whose line and field are printed
 
 
 def read(path: str, kind: str, strict: bool = False) -> list[Task]:
-    """The questions of a JSON lines file, in the schema that the kind's `read` says.
+    """The questions of a JSON lines file, in the schema that the kind's `read` says. A file
+    that is one JSON list of rows is read as well.
 
     Rows that cannot be used are left out, counted and printed. Raises FileNotFoundError;
     ValueError if no row is left, or if `strict` at the first that cannot be used. It names
@@ -257,17 +259,16 @@ def read(path: str, kind: str, strict: bool = False) -> list[Task]:
     if not hasattr(module, "read"):
         raise ValueError(f"the task {kind} reads no files: it has no function read")
     questions, problems = [], []
-    with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                made = _call(kind, "read", _parsed(line))
-                questions.append(Task(f"row-{number}", kind, *made))
-            except ValueError as error:
-                problems.append(f"line {number}: {error}")
-                if strict:
-                    raise ValueError(f"{path} {problems[0]}") from None
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            made = _call(kind, "read", _parsed(line))
+            questions.append(Task(f"row-{number}", kind, *made))
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+            if strict:
+                raise ValueError(f"{path} {problems[0]}") from None
 
     rows = len(questions) + len(problems)
     if not rows:
@@ -281,6 +282,19 @@ def read(path: str, kind: str, strict: bool = False) -> list[Task]:
         if len(problems) > NAMED:
             print(f"  and {len(problems) - NAMED} more")
     return questions
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    """The lines of a file, or the rows of one that is a JSON list, one per line."""
+    with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
+        if file.read(1) == b"[":
+            with contextlib.suppress(ValueError, RecursionError):  # else line by line
+                file.seek(0)
+                if rows := json.load(file):
+                    yield from (json.dumps(row).encode() for row in rows)
+                    return
+        file.seek(0)
+        yield from file
 
 
 def _parsed(line: bytes) -> Any:

@@ -116,7 +116,9 @@ def pairs_in(answer) -> set[frozenset]:
 
 def read(row):
     """`context_window_text`, `question`, `answer` = a list of pairs or "(1, 2), (1, 3)".
-    OOLONG-Pairs publishes queries over OOLONG's contexts, and no file."""
+
+    The files of mit-oasys/oolong-pairs hold questions and answers alone. Their context is
+    that of oolongbench/oolong-synth with the dataset trec_coarse and the same length."""
     question = field(row, "question", str)
     gold = row.get("answer")
     found = pairs_in(gold)

@@ -356,6 +356,21 @@ def test_a_bad_row_is_one_line_that_names_line_and_field(
     assert message.removeprefix(str(path)) in said
 
 
+def test_a_file_that_is_one_json_list_is_read_row_by_row(tmp_path):
+    """As OOLONG-Pairs is published, once its context is in it."""
+    rows = [{"id": "1", "question": "Which pairs?", "answer": ["(12, 3)", "(3, 4)"],
+             "type": "list_of_answers", "context_window_text": "Date: ..."}, {"id": "2"}]
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(rows, indent=1))
+    [question] = tasks.read(str(path), "pairs")
+    assert question.answer == [["12", "3"], ["3", "4"]] and question.id == "row-1"
+    assert tasks.reward(question, [[4, 3], [12, 3]]) == 1.0
+    with pytest.raises(ValueError, match="pairs.json line 2"):
+        tasks.read(str(path), "pairs", strict=True)
+    path.write_text("[1, 2]\n" + json.dumps(rows[0]))  # lines, of which one is a list
+    assert len(tasks.read(str(path), "pairs")) == 1
+
+
 @pytest.mark.parametrize("line", [b"[]", b"7", b"null", b'"x"', b"{}", b"{", b"\xff\xfe{}",
                                   b"[" * 99_999])
 def test_a_line_that_is_no_row_is_named(tmp_path, line):
