@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from runtime.frames import (BUILTINS, HEADER, FrameTooLarge, Result, frame, json_value,
-                            read_frame, read_query, read_result, take_frame)
+                            read_query, read_result, take_frame)
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
 
@@ -132,7 +132,7 @@ class REPL:
         import asyncio
 
         self._busy = True
-        asked, most, seconds = 0, self.limits.queries, 0.0
+        asked, refused, most, seconds = 0, 0, self.limits.queries, 0.0
         try:
             await self._send(kind, message)
             async with asyncio.TaskGroup() as answering:
@@ -148,12 +148,17 @@ class REPL:
                     except (ValueError, TypeError, RecursionError) as error:  # forged
                         return Result(error=f"ProtocolError: {error}", died="protocol",
                                       seconds=seconds)
-                    asked += len(query[2])
-                    problem = ""
-                    if asked > most:
-                        problem = f"a block may ask {most} queries, this makes it {asked}"
-                        asked -= len(query[2])
+                    count, problem = asked + len(query[2]), ""
+                    if count <= most:
+                        asked = count
+                    else:
+                        problem = f"a block may ask {most} queries, this makes it {count}"
+                        refused += 1
+                    if refused > most:  # it does not stop, and the clock stands meanwhile
+                        return Result(error=f"ProtocolError: {problem}", died="protocol",
+                                      seconds=seconds)
                     answering.create_task(self._answer(*query, on_query, problem))
+                    await asyncio.sleep(0)  # however fast they come, others have their turn
         except BaseException as error:  # also if cancelled: an exchange is not continued
             self._close()
             raise first_of(error)
@@ -245,13 +250,15 @@ class Worker:
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
-        self.file = sock.makefile("rb")
+        self.inbox = bytearray()
         # The code may have threads. One of those that wait for an answer reads, for all.
         self.turn = threading.Condition()
         self.reading = False
         self.numbers = itertools.count()
         self.waiting: dict[int, list | None] = {}  # query -> its answers, once they come
+        self.unanswered = 0  # queries, those included that nobody waits for any more
         self.open = False  # a block runs, and no result was sent for it
+        self.ending = False  # its result is due: no query is sent any more
         self.blocks = 0
         # Dataclasses and pickle look for the module that defines a class.
         self.module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -265,7 +272,7 @@ class Worker:
         while True:
             kind, message = self.receive()
             self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
-            self.open = True
+            self.open, self.ending = True, False
             run = self.start if kind == b"S" else self.block
             error = problem or run(**message)
             self.restore()
@@ -317,7 +324,10 @@ class Worker:
     def draft(self) -> Any:
         """What `answer` holds so far; None if that is nothing, or too large."""
         with contextlib.suppress(BaseException):  # whatever the code has put there
-            value = json_value(self.namespace["answer"]["content"])
+            content = self.namespace["answer"]["content"]
+            if hasattr(content, "__len__") and len(content) > self.limits.answer_chars:
+                return None
+            value = json_value(content)
             if value != "" and len(json.dumps(value)) <= self.limits.answer_chars:
                 return value
         return None
@@ -329,12 +339,20 @@ class Worker:
         sys.setrecursionlimit(1000)
 
     def receive(self) -> tuple[bytes, Any]:
-        return read_frame(self.file) or os._exit(0)  # None: the server ended this REPL
+        """The next frame. What it has read so far survives an exception in between."""
+        while (found := take_frame(self.inbox, self.limits.frame_mb)) is None:
+            data = self.sock.recv(1 << 18)
+            if not data:  # the server ended this REPL
+                os._exit(0)
+            self.inbox += data
+        kind, data = found
+        return kind, json.loads(data[HEADER.size:])
 
     def done(self, error: str, **answer: Any) -> None:
         """Send the result of the block, unless one was sent. Its queries end first."""
         with self.turn:
-            self.turn.wait_for(lambda: not self.waiting)
+            self.ending = True
+            self.read_until(lambda: not self.unanswered)
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
@@ -350,30 +368,34 @@ class Worker:
         query = (number, kind, [str(prompt) for prompt in prompts], contexts)
         data = frame(b"Q", query, self.limits.frame_mb)
         with self.turn:
-            if not self.open:  # after FINAL, or in a thread that outlived its block
+            if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
             self.waiting[number] = None
+            self.unanswered += 1
             self.sock.sendall(data)
-            return self.answers_to(number)
+            try:
+                self.read_until(lambda: self.waiting[number] is not None)
+            finally:  # a signal handler may raise
+                answers = self.waiting.pop(number)
+            return answers
 
-    def answers_to(self, number: int) -> list:
-        """Wait for them; holds `turn`, but not while it reads."""
-        while self.waiting[number] is None:
+    def read_until(self, ready: Callable) -> None:
+        """Read answers until `ready`. The thread holds `turn`, but not while it reads."""
+        while not ready():
             if self.reading:
                 self.turn.wait()
                 continue
             self.reading = True
             self.turn.release()
             try:
-                other, answers = self.receive()[1]
+                number, answers = self.receive()[1]
             finally:
                 self.turn.acquire()
                 self.reading = False
-            self.waiting[other] = answers
-            self.turn.notify_all()
-        answers = self.waiting.pop(number)
-        self.turn.notify_all()
-        return answers
+                self.turn.notify_all()
+            self.unanswered -= 1
+            if number in self.waiting:
+                self.waiting[number] = answers
 
     def host_tool(self, name: str) -> Callable:
         """A function that is called in the client's process."""

@@ -34,6 +34,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -45,7 +46,7 @@ from runtime.files import read_json, write_json
 from runtime.flags import from_dict
 from runtime.handed_in import HandedInError
 from tasks import Task
-from tasks.in_repl import can_travel, check_names, help_of, source
+from tasks.in_repl import can_travel, check_names, help_of, travelling
 from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
 
 
@@ -177,7 +178,7 @@ class _Tree:
 
             check_names((*tasks.tools_of(task.kind), *tools))
             plain = can_travel(tools)
-            self.source += "\n" + source(plain)
+            self.source += "\n" + travelling(plain)
             self.more_help = "\n" + help_of(tools)
             self.host = HostTools((tool for tool in tools if tool not in plain),
                                   config.limits.seconds, config.limits.answer_chars)
@@ -255,9 +256,8 @@ class _Tree:
     async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
         """Run the blocks of the last message. Returns what the model sees next, or sets the
         node's end."""
-        text = node.turns[-1].text
-        blocks = parse(text, self.in_thought)
-        hints = [IN_PROSE] if ends_in_prose(text, self.in_thought) else []
+        blocks, prose = parse(node.turns[-1].text, self.in_thought)
+        hints = [IN_PROSE] if re.search(r"\bFINAL(_VAR)?\(", prose) else []
         if not blocks:
             node.errors.append(turn)
             return " ".join([NO_BLOCK, *hints])
@@ -273,8 +273,8 @@ class _Tree:
                 room = max(0, room - len(part))
             if result.error:
                 node.errors.append(turn)
-            if result.draft is not None:  # stands, unless FINAL comes
-                node.answer = result.draft
+            if not result.died:
+                node.answer = result.draft  # stands, unless FINAL comes
             if result.done:
                 node.answer, node.end = result.final, "final"
                 break
@@ -302,15 +302,15 @@ class _Tree:
             return Turn("user", text, tuple(ids)), len(ids)
 
         made, size = turn_of(seen)
-        if size >= room:
-            room -= min(self.config.turn_tokens, room // 2)
+        most = room - min(self.config.turn_tokens, room // 2)  # a message has to fit, too
+        if size >= most:
             kept = bisect.bisect_left(
-                range(len(seen)), True, key=lambda n: turn_of(cut(seen, n))[1] >= room)
-            if kept == 0:
-                return False
-            made, size = turn_of(cut(seen, kept - 1))
-        node.add(made)
-        return True
+                range(len(seen)), True, key=lambda n: turn_of(cut(seen, n))[1] >= most)
+            if kept:
+                made, size = turn_of(cut(seen, kept - 1))
+        if size < room:
+            node.add(made)
+        return size < room
 
     def size(self, node: Node) -> int:
         """Tokens of a conversation. Those of a text without ids (of an API, or without a
@@ -328,9 +328,12 @@ class _Tree:
         import asyncio
 
         if kind == "tool":
-            if self.host is None:
-                return [{"error": "there is no such tool"}]
-            return [await self.host.call(prompts[0], *contexts[0])]
+            if self.host is None or self.seconds_left <= 0:
+                return [{"error": "there is no such tool, or no time left for it"}]
+            begun = time.monotonic()
+            value = await self.host.call(prompts[0], *contexts[0])
+            self.seconds_left -= time.monotonic() - begun
+            return [value]
         if kind == "llm":
             contexts = [None] * len(prompts)
         elif contexts is None:
@@ -367,11 +370,7 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-# A block opens with three or more backticks and "repl", anywhere in a line that ends there.
-# It ends at a line that begins with as many backticks. After the last | is a thought that
-# does not end: no block is found in it.
-BLOCK = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n(.*?)^\1|<think>.*",
-                   re.DOTALL | re.MULTILINE)
+OPENS = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n$")  # the end of the line above a block
 REPEATED = 200  # characters of the question that each observation repeats
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
 IN_PROSE = "FINAL outside of a ```repl block is text, and ends nothing."
@@ -386,15 +385,27 @@ ENDS = {
 }
 
 
-def parse(text: str, in_thought: bool = False) -> list[str]:
-    """The code of all complete blocks, in order. What is in a thought is no code."""
-    found = BLOCK.finditer(spoken(text, in_thought))
-    return [match[2] for match in found if match[2] is not None]
+def parse(text: str, in_thought: bool = False) -> tuple[list[str], str]:
+    """The code of all complete blocks of a message, in order, and the text around them.
 
-
-def ends_in_prose(text: str, in_thought: bool = False) -> bool:
-    """Whether a message calls FINAL or FINAL_VAR outside of its blocks."""
-    return bool(re.search(r"\bFINAL(_VAR)?\(", BLOCK.sub("", spoken(text, in_thought))))
+    A block opens with three or more backticks and "repl", anywhere in a line that ends
+    there. It ends at a line that begins with as many backticks. What is in a thought is no
+    code, even if the thought does not end."""
+    blocks, prose, code, fence = [], [], [], ""
+    for line in spoken(text, in_thought).split("\n"):
+        line += "\n"
+        if fence and line.startswith(fence):
+            blocks.append("".join(code))
+            fence = ""
+        elif fence:
+            code.append(line)
+        elif "<think>" in line:
+            break
+        elif opened := OPENS.search(line):
+            code, fence = [], opened[1]
+        else:
+            prose.append(line)
+    return blocks, "".join(prose)
 
 
 def cut(seen: str, size: int) -> str:

@@ -50,7 +50,7 @@ from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.text import MOST
 from tokenizer import Tokenizer
-from tree import Rollout, read_rollouts, render
+from tree import Rollout, Unscored, read_rollouts, render
 
 
 AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
@@ -152,7 +152,8 @@ def main() -> None:
             return
         Trainer(config, world).train()
         world.close()
-    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
+    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
+            Unscored) as error:
         sys.exit(world.message(error))
     except RuntimeError as error:
         if not parallel.is_lost_rank(error):

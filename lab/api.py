@@ -57,6 +57,10 @@ class APIError(Exception):
     final = True  # eval.ask does not run the tree again
 
 
+class Unavailable(APIError):
+    """A server that failed every time. It may be well again later."""
+
+
 class AnyStatus(request.HTTPErrorProcessor):
     """Returns every reply as it is. No redirect is followed: it would get the key."""
 
@@ -71,7 +75,7 @@ class Account:
     """What the API policies of a run have used together, and what they may use."""
     max_tokens: int | None = None  # in and out
     max_dollars: float | None = None
-    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(8))
+    at_once: int = 8  # requests
     tokens: int = 0
     dollars: float = 0.0
     retries: int = 0
@@ -81,6 +85,14 @@ class Account:
     #                                                             open requests may take
     open: set[asyncio.Task] = field(default_factory=set)  # requests on their way
     closing: bool = False  # the run ends: nothing is asked again
+    gates: tuple | None = None  # an event loop, and its gate
+
+    def gate(self) -> asyncio.Semaphore:
+        """What lets `at_once` requests through. Each event loop has one of its own."""
+        loop = asyncio.get_running_loop()
+        if self.gates is None or self.gates[0] is not loop:
+            self.gates = loop, asyncio.Semaphore(self.at_once)
+        return self.gates[1]
 
     async def reserve(self, tokens: int, dollars: float) -> None:
         """Set aside what a request may cost. Waits while open requests might yet leave
@@ -153,7 +165,7 @@ class API:
         if name in self.account.paid:
             return self.account.paid[name]
         characters = sum(len(m["content"]) + 16 for m in messages)  # 16: a message's markup
-        async with self.account.gate:
+        async with self.account.gate():
             expected = round(characters * self.per_character)
             held = (expected + max_tokens, self.cost(expected, 0, max_tokens) or 0.0)
             await self.account.reserve(*held)
@@ -236,7 +248,7 @@ class API:
         message = f"{self.url}: {problem}, after {RETRIES + 1} attempts"
         if status in (0, 429) or not self.answered:
             raise Unreachable(message)
-        raise APIError(message)
+        raise Unavailable(message)
 
     def post(self, body: bytes) -> tuple[int, HTTPMessage, bytes]:
         """One request on a connection of its own -> status, header fields, body. Blocks."""

@@ -50,8 +50,8 @@ class Comparison:
         self.speakers = {self.root, self.below}
         self.uses_api = "api" in self.root + self.below
         self.check()
-        self.account = api.Account(args.budget_tokens, args.budget_dollars,
-                                   asyncio.Semaphore(args.concurrency))
+        self.account = api.Account(
+            args.budget_tokens, args.budget_dollars, args.concurrency)
 
         self.tokenizer, self.config = None, RLMConfig()
         window = args.window or self.config.window

@@ -22,7 +22,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.sandbox import Limits
@@ -60,15 +60,6 @@ def frame(kind: bytes, message: Any, largest_mb: int) -> bytes:
         size = len(payload) >> 20
         raise FrameTooLarge(f"{size} MB in one message, the limit is {largest_mb}")
     return HEADER.pack(len(payload), kind) + payload
-
-
-def read_frame(file: BinaryIO) -> tuple[bytes, Any] | None:
-    """Kind and message of the next frame, from a blocking file. None: it was closed."""
-    header = file.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    length, kind = HEADER.unpack(header)
-    return kind, json.loads(file.read(length))
 
 
 def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
@@ -150,11 +141,11 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def in_order(values: Iterable) -> list:
-    """A set as a list, the same one every time."""
-    try:
+    """A set as a list, in the same order every time."""
+    values = list(values)
+    if {type(value) for value in values} in ({str}, {int}, {float}):
         return sorted(values)
-    except TypeError:
-        return sorted(values, key=as_text)
+    return sorted(values, key=lambda value: json.dumps(json_value(value), sort_keys=True))
 
 
 def as_text(value: Any) -> str:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from types import ModuleType
 
-from tree import Node
+from tree import Node, Unscored
 
 
 class HandedInError(ValueError):
@@ -65,12 +65,16 @@ def function(module: ModuleType, name: str) -> Callable:
     async def guarded_later(waiting):
         try:
             return await waiting
+        except Unscored:
+            raise
         except Exception as error:
             raise explain(error, module.__file__, name) from error
 
     def guarded(*args, **named):
         try:
             value = found(*args, **named)
+        except Unscored:
+            raise
         except Exception as error:
             raise explain(error, module.__file__, name) from error
         return guarded_later(value) if inspect.isawaitable(value) else value

@@ -353,6 +353,8 @@ class Server:
                 kind, data = found
                 if kind not in self.FROM_WORKER.get(slot.state, b""):
                     raise ValueError(f"{kind!r} while {slot.state}")
+                if slot.asked > slot.limits.processes:  # more than it can have threads
+                    raise ValueError(f"{slot.asked} queries at once")
                 if slot.state == "running":
                     slot.left = slot.deadline - time.monotonic()
                 slot.asked += kind == b"Q"

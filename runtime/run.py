@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections import deque
@@ -119,7 +120,8 @@ class Run:
         self.stop = Stop(loud=world.rank == 0)
         self.began = self.saved = time.monotonic()
         self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0, "best": None, "good": 0}
+                      "sampled": 0, "skipped": 0, "best": None, "good": 0,
+                      "id": secrets.token_hex(4)}
 
     # --- where it starts ------------------------------------------------------------------
 
@@ -176,7 +178,8 @@ class Run:
             for name in (checkpoint.FOLDER, "warmup", "best", "final"):
                 shutil.rmtree(self.path(name), ignore_errors=True)
         write_json(self.path("run.json"), asdict(self.config))
-        self.track = tracker(self.config.track, self.out, asdict(self.config))
+        self.track = tracker(
+            self.config.track, self.out, self.state["id"], asdict(self.config))
 
     # --- what it leaves -------------------------------------------------------------------
 

@@ -1,24 +1,37 @@
 """Sends a run's metrics to TensorBoard or Weights & Biases while it trains.
 
-OUT/metrics.jsonl stays the truth: what is sent there is a copy of its numbers. The package
-is imported when it is asked for, and nothing here needs it otherwise.
+OUT/metrics.jsonl stays the truth: what is sent there is a copy of its numbers, and a run
+does not end because it cannot be sent. The package is imported when it is asked for.
 """
 import os
+import sys
 from collections.abc import Callable
 
 
-def tracker(name: str, out: str, flags: dict) -> Callable[[dict], None]:
-    """`track(row)` for lines of metrics.jsonl. Raises ValueError without the package."""
+def tracker(name: str, out: str, number: str, flags: dict) -> Callable[[dict], None]:
+    """`track(row)` for lines of metrics.jsonl. `number` is the run's own, also after
+    --resume. Raises ValueError without the package."""
     if name == "none":
         return lambda row: None
     try:
-        return {"tensorboard": tensorboard, "wandb": wandb}[name](out, flags)
+        track = {"tensorboard": tensorboard, "wandb": wandb}[name](out, number, flags)
     except ImportError as error:
         raise ValueError(
             f"--track {name} needs a package: pip install {name} ({error})") from None
+    broken = []
+
+    def careful(row: dict) -> None:
+        try:
+            if not broken:
+                track(row)
+        except Exception as error:
+            broken.append(error)
+            print(f"--track {name}: {error!r}; the run goes on without it", file=sys.stderr)
+
+    return careful
 
 
-def tensorboard(out: str, flags: dict) -> Callable[[dict], None]:
+def tensorboard(out: str, number: str, flags: dict) -> Callable[[dict], None]:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(os.path.join(out, "tensorboard"))
@@ -31,12 +44,12 @@ def tensorboard(out: str, flags: dict) -> Callable[[dict], None]:
     return track
 
 
-def wandb(out: str, flags: dict) -> Callable[[dict], None]:
+def wandb(out: str, number: str, flags: dict) -> Callable[[dict], None]:
     import wandb
 
-    # The same id after --resume: the curves go on.
     name = os.path.basename(os.path.normpath(out))
-    run = wandb.init(project="rlm", name=name, id=name, resume="allow", config=flags)
+    run = wandb.init(project="rlm", name=name, id=f"{name}-{number}", resume="allow",
+                     config=flags)
     run.define_metric("*", step_metric="step")
 
     def track(row: dict) -> None:

@@ -287,7 +287,7 @@ def read(path: str, kind: str, strict: bool = False) -> list[Task]:
 def _lines(path: str) -> Iterator[bytes]:
     """The lines of a file, or the rows of one that is a JSON list, one per line."""
     with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
-        if file.read(1) == b"[":
+        if file.read(64).lstrip().startswith(b"["):
             with contextlib.suppress(ValueError, RecursionError):  # else line by line
                 file.seek(0)
                 if rows := json.load(file):

@@ -96,50 +96,104 @@ def help_of(tools: Iterable[Callable]) -> str:
     return "\n".join(lines)
 
 
+# What a tool may import and still travel. Whoever reads files or asks a network wants those
+# of the caller's process.
+PURE = set("bisect collections copy csv datetime decimal difflib fractions functools heapq "
+           "itertools json math operator random re statistics string textwrap typing "
+           "unicodedata".split())
+NOT_PURE = {"open", "input", "eval", "exec", "compile", "globals", "__import__"}
+
+
 def can_travel(tools: tuple[Callable, ...]) -> tuple[Callable, ...]:
     """The tools whose source can stand alone: functions that need nothing but their
-    arguments, Python's own modules, and other such tools."""
+    arguments, Python's builtins and PURE modules, and other such tools."""
     needed = {}
     for tool in tools:
-        try:
-            text = inspect.getsource(tool)
-            if inspect.isfunction(tool) and text.startswith("def "):  # also no lambda
-                needed[tool] = free_names(tool, text)
-        except (OSError, TypeError, SyntaxError):  # no source
-            pass
+        if inspect.isfunction(tool) and tool.__name__ == tool.__code__.co_name:
+            try:
+                needed[tool] = free_names(tool)
+            except (OSError, TypeError, SyntaxError, KeyError):  # its source is not there
+                pass
     while True:
         names = {tool.__name__ for tool in needed}
-        alone = {tool: free for tool, free in needed.items() if not free - names}
+        alone = {tool: free for tool, free in needed.items() if free <= names}
         if len(alone) == len(needed):
             return tuple(alone)
         needed = alone
 
 
-def free_names(function: Callable, text: str) -> set[str]:
-    """The names that a function's source uses, and that neither it, nor Python, nor an
-    import of Python's own modules in its file defines."""
-    used, known = set(), set(dir(builtins))
-    for node in ast.walk(ast.parse(text)):
+def free_names(function: Callable) -> set[str]:
+    """The names that a function needs and that neither itself, nor Python's builtins, nor
+    imports of PURE modules define."""
+    definition = definition_of(function)
+    used, known = set(), set(dir(builtins)) - NOT_PURE
+    for node in ast.walk(definition):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
         elif isinstance(node, ast.arg):
             known.add(node.arg)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)):
             known.add(node.name)
-        elif isinstance(node, ast.alias):
-            known.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            used |= {f"global {name}" for name in node.names}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            used |= {f"import {name}" for name in modules_of(node, node.names) - PURE}
+            known |= {(name.asname or name.name).split(".")[0] for name in node.names}
     for statement in imports_of(function):
-        module = getattr(statement, "module", None) or statement.names[0].name
-        if module.split(".")[0] in sys.stdlib_module_names:
-            known |= {(name.asname or name.name).split(".")[0] for name in statement.names}
+        statement.names = [name for name in statement.names
+                           if modules_of(statement, [name]) <= PURE]
+        known |= {(name.asname or name.name).split(".")[0] for name in statement.names}
+    outside = [*definition.args.defaults, *filter(None, definition.args.kw_defaults)]
+    for default in outside:  # evaluated where it has no imports yet
+        if not isinstance(default, ast.Constant):
+            used.add("a default that is no constant")
     return used - known
+
+
+def definition_of(function: Callable) -> ast.FunctionDef:
+    """The syntax tree of a function that is defined plainly, without its annotations.
+    Raises TypeError for a method, a lambda, an async or a decorated function."""
+    text = inspect.getsource(function)
+    statement = ast.parse(text).body[0] if text.startswith("def ") else None
+    if not isinstance(statement, ast.FunctionDef) or hasattr(function, "__wrapped__"):
+        raise TypeError("no plain function")
+    for node in ast.walk(statement):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+    return statement
+
+
+def modules_of(statement: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> set[str]:
+    """The modules of names of an import, by their first names; "." for a relative one."""
+    if isinstance(statement, ast.Import):
+        return {name.name.split(".")[0] for name in names}
+    return {"." if statement.level else statement.module.split(".")[0]}
+
+
+def travelling(functions: tuple[Callable, ...]) -> str:
+    """The source of tools that can travel. Each imports inside of itself what it uses, so
+    that nobody's names meet another's."""
+    texts = []
+    for function in functions:
+        definition = definition_of(function)
+        used = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+        for statement in imports_of(function):
+            statement.names = [name for name in statement.names
+                               if (name.asname or name.name).split(".")[0] in used]
+            if statement.names and modules_of(statement, statement.names) <= PURE:
+                definition.body.insert(0, statement)
+        texts.append(ast.unparse(definition))
+    return "\n".join(texts)
 
 
 def imports_of(function: Callable) -> list:
     """The import statements of the file that a function is from."""
     whole_file = inspect.getsource(sys.modules[function.__module__])
     return [statement for statement in ast.parse(whole_file).body
-            if isinstance(statement, (ast.Import, ast.ImportFrom))]
+            if isinstance(statement, ast.Import)
+            or isinstance(statement, ast.ImportFrom) and statement.module != "__future__"]
 
 
 # ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from eval import rlm_config
 from lab import api
-from lab.api import API, Account, APIError, Stop, Unreachable
+from lab.api import API, Account, APIError, Stop, Unavailable, Unreachable
 from rlm import RLMConfig, rollout
 from tasks import Task
 from test_eval import command as evaluate  # noqa: F401 (a fixture)
@@ -338,7 +338,7 @@ def test_back_off_doubles_and_heeds_retry_after(monkeypatch):
 
 
 @pytest.mark.parametrize("raw, error, says", [
-    (http({}, "500 No"), APIError, "status 500"),
+    (http({}, "500 No"), Unavailable, "status 500"),
     (http({}, "429 Slow"), Unreachable, "status 429"),
     (http({"error": {"message": "too\nlong"}}, "400 Bad"), APIError, "too long"),
     (http({}, "404 None"), Stop, "no model 'm'"), (http({}, "302 Found"), Stop, "302"),
@@ -393,7 +393,7 @@ def test_no_more_requests_at_a_time_than_allowed():
     async def go():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        account = Account(gate=asyncio.Semaphore(3))  # two models share it
+        account = Account(at_once=3)  # two models share it
         await asyncio.gather(*(API(url, name, account)(node(), 5, (i,))
                                for i in range(10) for name in "ab"))
         server.close()

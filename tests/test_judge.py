@@ -17,14 +17,18 @@ TASK = Task("t", "question", "Which city?", "the context", "Oslo")
 @pytest.mark.parametrize("reply, reward", [
     ("8", 0.8), ("Score: 8", 0.8), ("**8/10**", 0.8), ("Score: **7.5** / 10", 0.75),
     ("10/10", 1.0), ("It has 3 of 4 parts.\n\nScore: 6.", 0.6), ("score: 0", 0.0),
-    ("### Score: 9/10", 0.9), ("`4`", 0.4)])
+    ("### Score: 9/10", 0.9), ("`4`", 0.4), ("8 out of 10", 0.8),
+    ("Score: 1 out of 10.", 0.1),
+    ("Score: 2\n\nNote: the reference lists 7 cities.", 0.2), ("Score: 3\nScore: 4", 0.4)])
 def test_what_a_judge_says(reply, reward):
     assert judge.read(reply) == pytest.approx(reward)
 
 
-@pytest.mark.parametrize("reply", ["", "good", "11", "Score: -", "8/100 or so", "v2.x"])
+@pytest.mark.parametrize("reply", [
+    "", "good", "11", "Score: -", "8/100 or so", "v2.x", "3 (out of 10)", "Score: 11",
+    "2/10. It has 1 of 5 parts.", "The answer names 9\nof 10 cities."])
 def test_a_reply_without_a_score_is_no_score(reply):
-    with pytest.raises(Unscored, match="no number from 0 to 10"):
+    with pytest.raises(Unscored, match="no score from 0 to 10"):
         judge.read(reply)
 
 
@@ -41,8 +45,16 @@ def test_answers_are_judged_side_by_side_and_each_once(stub):
 
     answers = [f"city {i}" for i in range(8)]
     for _ in range(2):  # each time in an event loop of its own
-        assert asyncio.run(all_of([*answers, None])) == [0.8] * 8 + [0.0]
+        assert asyncio.run(all_of([*answers, None, "city 0"])) == [0.8] * 8 + [0.0, 0.8]
     assert len(server.log()) == 8
+
+
+def test_a_reply_that_was_cut_is_no_score():
+    async def cut(node, max_tokens, key):
+        return Completion("The answer names 9", stop="length")
+
+    with pytest.raises(Unscored):
+        asyncio.run(judge.ask(cut, "text"))
 
 
 def test_a_question_is_shown_to_the_judge_as_data():
@@ -98,7 +110,7 @@ def test_what_cannot_be_judged_is_lost_and_not_scored(stub, monkeypatch):
         asyncio.run(collect([TASK] * 2, says_oslo, None, RLMConfig(),
                             on_done=rollouts.append, score=load_reward(spec(server))))
     assert [(r.reward, r.root.end) for r in rollouts] == [(0.0, "final")] * 2
-    assert all("no number" in r.failed for r in rollouts)
+    assert all("no score" in r.failed for r in rollouts)
 
     monkeypatch.setattr(judge, "PATIENCE", 0.0)
     server.stop()

@@ -82,6 +82,13 @@ def forged(name, code):
     return case(name, code + LOOP, "protocol", seconds=5)
 
 
+ASK_ON = """
+def ask():
+    while True: llm_query('a')
+for _ in range(4): threading.Thread(target=ask, daemon=True).start()
+"""
+
+
 def answers(name, value, json_text, **options):
     return case(name, f"FINAL({value})", f"final {json_text}", **options)
 
@@ -270,15 +277,19 @@ PROTOCOL = [
     case("forged-answer", "result(done=True, final=[1])" + LOOP, "final [1]"),
     case("forged-death", "result(died='timeout')", "timeout | protocol"),
     forged("forged-cause-of-death", "result(died='machine')"),
-    forged("forged-query", "send(b'Q', b'[\"llm\", [1], null]')"),
+    forged("forged-query", "send(b'Q', b'[0, \"llm\", [1], null]')"),
     forged("no-query", "send(b'Q', b'{}')"),
     forged("no-unicode", "send(b'Q', b'\\xff\\xfe')"),
-    forged("no-prompts", "send(b'Q', b'[\"llm\", [], null]')"),
-    forged("kind-of-query", "send(b'Q', b'[\"rm\", [\"a\"], null]')"),
-    forged("contexts", "send(b'Q', b'[\"rlm\", [\"a\"], [1, 2]]')"),
+    forged("no-prompts", "send(b'Q', b'[0, \"llm\", [], null]')"),
+    forged("kind-of-query", "send(b'Q', b'[0, \"rm\", [\"a\"], null]')"),
+    forged("contexts", "send(b'Q', b'[0, \"rlm\", [\"a\"], [1, 2]]')"),
+    forged("number-of-query", "send(b'Q', b'[\"0\", \"llm\", [\"a\"], null]')"),
+    forged("call-of-a-tool", "send(b'Q', b'[0, \"tool\", [\"a\"], [[1, {}]]]')"),
+    case("tool-that-is-none", "send(b'Q', b'[0, \"tool\", [\"a\"], [[[], {}]]]')" + LOOP,
+         "timeout", seconds=1),
     forged("answers", "send(b'R', b'[]')"),
-    case("query-flood", "while True: send(b'Q', b'[\"llm\", [\"a\"], null]')", "protocol",
-         seconds=5),
+    case("query-flood", "while True: send(b'Q', b'[0, \"llm\", [\"a\"], null]')",
+         "protocol", seconds=5),
     case("query-and-no-reading", "send(b'Q', b'[0, \"llm\", [\"a\"], null]')" + LOOP,
          "timeout"),
     forged("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
@@ -295,6 +306,15 @@ PROTOCOL = [
          "from concurrent.futures import ThreadPoolExecutor as Pool\n"
          "FINAL(list(Pool(8).map(llm_query, 'abcd')))", 'final ["ok", "ok", "ok", "ok"]',
          memory_mb=1024),
+    case("threads-ask-for-ever", ASK_ON + "FINAL(1)", "final 1", queries=100),
+    case("threads-ask-for-ever-beside-a-loop", ASK_ON + "while True: pass",
+         "protocol | timeout", queries=100, seconds=1),
+    case("threads-ask-past-the-end", ASK_ON, "prints | protocol", queries=100,
+         then="prints 3 | protocol"),
+    case("a-signal-ends-a-query", "def stop(*a): raise ZeroDivisionError\n"
+         "signal.signal(signal.SIGALRM, stop); signal.setitimer(signal.ITIMER_REAL, 1e-4)\n"
+         "try:\n    while True: llm_query('a')\nexcept ZeroDivisionError: pass\n"
+         "print(llm_query('b'))", "prints ok"),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
     case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",

@@ -1,6 +1,8 @@
 """The recursion, with scripted policies and the real REPL: no model, no torch."""
 
 import asyncio
+import functools
+import importlib
 import json
 import os
 import random
@@ -19,6 +21,7 @@ from repl import BUILTINS, Limits, REPLError
 from rlm import RLMConfig, collect, observation, opening, parse, rollout
 from runtime.repl_server import Handle
 from tasks import Task, evidence as evidence_kind
+from tasks.in_repl import can_travel
 from tokenizer import Tokenizer
 from tree import Completion, Node, Refused, render
 
@@ -247,7 +250,7 @@ def test_text_in_the_context_never_becomes_markup(tiny):
     ("```repl  \nx = '''\n  ```\n'''\n```", ["x = '''\n  ```\n'''\n"]),
     ("```repl\nx\n```\n\n```repl\ny\n```\n```repl\nz", ["x\n", "y\n"])], ids=repr)
 def test_only_complete_blocks_are_code(text, blocks):
-    assert parse(text) == blocks
+    assert parse(text)[0] == blocks
 
 
 @pytest.mark.parametrize("text, blocks", [
@@ -261,11 +264,11 @@ def test_only_complete_blocks_are_code(text, blocks):
     ("```repl\nx = s.split('</think>')\n```", ["x = s.split('</think>')\n"]),
     ("<think>a</think>\n```repl\n'</think>'\n```", ["'</think>'\n"])])
 def test_what_is_in_a_thought_is_no_code(text, blocks):
-    assert parse(text) == blocks
+    assert parse(text)[0] == blocks
     if text.startswith("<think>"):  # where the prompt opens it, the message only ends it
-        assert parse(text.removeprefix("<think>"), in_thought=True) == blocks
+        assert parse(text.removeprefix("<think>"), in_thought=True)[0] == blocks
     else:
-        assert parse(text, in_thought=True) == []
+        assert parse(text, in_thought=True)[0] == []
 
 
 class Thinker:
@@ -857,6 +860,7 @@ FINAL([errors, len(a), a[1], calls])
 
 
 def test_calls_that_never_return_do_not_pile_up():
+    """Forty of them at a time: sixteen threads, and the seconds are the tree's."""
     ended, begun = threading.Event(), []
 
     def endless():
@@ -869,15 +873,99 @@ def one():
     try: endless()
     except RuntimeError as error: errors.append(str(error))
 errors = []
-for _ in range(5):
-    threads = [threading.Thread(target=one) for _ in range(8)]
-    for t in threads: t.start()
-    for t in threads: t.join()
-FINAL([len(errors), sum("not returned yet" in e for e in errors)])
+threads = [threading.Thread(target=one) for _ in range(40)]
+for t in threads: t.start()
+for t in threads: t.join()
+try: endless()
+except RuntimeError as error: FINAL([len(errors), str(error)])
 '''
-    root = with_tools(code, [endless], limits=Limits(seconds=0.5))
-    assert root.answer == [40, 24] and len(begun) == 16
+    root = with_tools(code, [endless], limits=Limits(seconds=0.5), seconds=15.0)
+    count, last = root.answer
+    assert count == 40 and "no time left" in last and len(begun) == 16
     ended.set()
+
+
+def test_what_an_async_tool_does_to_its_task_is_an_error():
+    async def leaves():
+        sys.exit(3)
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    def stops():
+        raise StopIteration(1)
+
+    def times_out():
+        raise TimeoutError("mine")
+
+    @functools.wraps(later)
+    def wrapped(text):
+        return later(text)
+
+    code = '''
+errors = []
+for call in leaves, cancelled, stops, times_out:
+    try: call()
+    except RuntimeError as error: errors.append(str(error))
+FINAL([errors, wrapped_later("a")])
+'''
+    wrapped.__name__ = "wrapped_later"
+    root = with_tools(code, [leaves, cancelled, stops, times_out, wrapped])
+    errors, value = root.answer
+    for error, text in zip(errors, ("SystemExit(3)", "was cancelled", "StopIteration(1)",
+                                    "TimeoutError: mine"), strict=True):
+        assert text in error
+    assert value == {"text": "a"}
+
+
+def test_only_functions_that_stand_alone_travel(tmp_path, monkeypatch):
+    package = tmp_path / "of_somebody"
+    package.mkdir()
+    (package / "types.py").write_text("Row = dict")
+    (package / "__init__.py").write_text("")
+    (package / "tools.py").write_text('''
+from __future__ import annotations
+import functools, json
+import json as j, sqlite3
+from .types import Row
+from bisect import bisect
+LIMIT = 3
+COUNT = 0
+def logged(f):
+    @functools.wraps(f)
+    def call(a): return ["logged", f(a)]
+    return call
+def pure(a, n: Row = 2): return [j.dumps(a) * n, bisect([1, 2], 1)]
+def annotated(annotations): return annotations
+def reads(path): return open(path).read()[:5]
+def counts():
+    global COUNT
+    COUNT += 1
+    return COUNT
+def uses_all(a): return [pure(a), json.loads("1"), sqlite3.sqlite_version]
+def relative(a): return Row(a)
+def limited(a, n=LIMIT): return n
+def named(a): return a
+named.__name__ = "renamed"
+@logged
+def decorated(a): return a
+class Class:
+    def method(self, a): return a
+method = Class().method
+''')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("of_somebody.tools")
+    names = ("pure annotated reads counts uses_all relative limited named decorated "
+             "method").split()
+    tools = [getattr(module, name) for name in names]
+    travel = [tool.__name__ for tool in can_travel(tuple(tools))]
+    assert travel == ["pure", "annotated"]
+    code = (f"FINAL([pure('a'), annotated(1), reads({str(package / 'tools.py')!r}), "
+            "counts(), uses_all('a')[1], relative({'a': 1}), limited(1), renamed(2), "
+            "decorated(3), method(4), search('The tide.', 'tide', 0)])")
+    root = with_tools(code, tools)
+    assert root.answer == [['"a""a"', 1], 1, "\nfrom", 1, 1, {"a": 1}, 3, 2,
+                           ["logged", 3], 4, ["The tide."]]
 
 
 def test_a_repl_that_cannot_start_loses_the_tree(monkeypatch):
@@ -972,7 +1060,7 @@ def test_the_full_prompt_is_filled_in_and_names_every_builtin(kind, path):
     assert ("a child with a REPL" in system) == (path == ())
     assert ("a model without a REPL that reads" in system) == (path != ())
     assert (evidence_kind.STRATEGY in system) == (kind == "evidence")
-    assert parse(system) == ["print(type(context), len(context))\n"]
+    assert parse(system)[0] == ["print(type(context), len(context))\n"]
     assert user == "the {question}\ncontext: dict of 2 items, 3 characters in all"
 
 

@@ -11,7 +11,7 @@ ROW = {"phase": "grpo", "step": 3, "reward": 0.5, "rows": 7, "ends": {"final": 2
 
 
 def test_nothing_is_tracked_unless_asked_for():
-    assert tracker("none", "out", {})(ROW) is None
+    assert tracker("none", "out", "1", {})(ROW) is None
 
 
 def test_numbers_go_to_tensorboard_under_their_phase(monkeypatch, tmp_path):
@@ -29,7 +29,7 @@ def test_numbers_go_to_tensorboard_under_their_phase(monkeypatch, tmp_path):
 
     module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    tracker("tensorboard", str(tmp_path), {})(ROW)
+    tracker("tensorboard", str(tmp_path), "1", {})(ROW)
     folder = str(tmp_path / "tensorboard")
     assert sent == [(folder, "grpo/reward", 0.5, 3), (folder, "grpo/rows", 7, 3),
                     (folder, "grpo/elapsed", 1.5, 3), "flushed"]
@@ -50,8 +50,8 @@ def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    tracker("wandb", "runs/a/", {"lr": 1.0})(ROW)
-    assert sent[0] == {"project": "rlm", "name": "a", "id": "a", "resume": "allow",
+    tracker("wandb", "runs/a/", "1f", {"lr": 1.0})(ROW)
+    assert sent[0] == {"project": "rlm", "name": "a", "id": "a-1f", "resume": "allow",
                        "config": {"lr": 1.0}}
     assert sent[1] == {"grpo/reward": 0.5, "grpo/rows": 7, "grpo/elapsed": 1.5, "step": 3}
 
@@ -61,4 +61,20 @@ def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
 def test_a_package_that_is_not_there_is_one_line(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"--track {name} needs a package: pip install"):
-        tracker(name, "out", {})
+        tracker(name, "out", "1", {})
+
+
+def test_a_run_goes_on_if_its_metrics_cannot_be_sent(monkeypatch, capsys):
+    class Run:
+        def define_metric(self, name, step_metric):
+            pass
+
+        def log(self, row):
+            raise OSError("no network")
+
+    wandb = types.SimpleNamespace(init=lambda **options: Run())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    track = tracker("wandb", "out", "1", {})
+    track(ROW)
+    track(ROW)
+    assert capsys.readouterr().err.count("the run goes on without it") == 1
