@@ -215,6 +215,30 @@ def test_a_server_that_has_served_nothing_refuses_for_everybody(stub):
         asyncio.run(rollout(task, API(server.url, "m", Account()), None, RLMConfig()))
 
 
+def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
+    code = "answer['content'] = context[:4]\nprint('\x1b[2Jseen')"
+    server = stub(says=f"```repl\n{code}\n```")
+    (tmp_path / "a.txt").write_text("What is in the file")
+    done = subprocess.run(
+        [sys.executable, "rlm.py", "--api", server.url, "--api-model", "m", "--stream",
+         "--html", tmp_path / "tree.html", "The question?", tmp_path / "a.txt"],
+        cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\nWhat\n"), done
+    assert "no FINAL (out of turns)" in done.stderr and done.stderr.count("\n") == 1
+    assert "root · The question?" in done.stdout and "root » ```repl" in done.stdout
+    assert done.stdout.count("root · REPL output:") == 5 and "\x1b" not in done.stdout
+    page = (tmp_path / "tree.html").read_text()
+    assert "The question?" in page and "\\u001b[2Jseen" in page
+
+    for flags, says in ((("--api", server.url), "--api-model NAME"),
+                        (("--api", "ftp://h", "--api-model", "m"), "ftp://h"),
+                        (("--api", "http://127.0.0.1:9", "--api-model", "m"), "rlm.py: ")):
+        done = subprocess.run([sys.executable, "rlm.py", *flags, "q", "README.md"], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == 1 and done.stdout == "" and says in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_what_a_model_thinks_is_kept_apart_from_its_text():
     message = {"content": "hi", "reasoning_content": "```repl\nFINAL(0)\n```"}
     (done,), _ = ask([http({"choices": [{"message": message}]})])
