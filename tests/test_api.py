@@ -233,8 +233,9 @@ def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
     for flags, says in ((("--api", server.url), "--api-model NAME"),
                         (("--api", "ftp://h", "--api-model", "m"), "ftp://h"),
                         (("--api", "http://127.0.0.1:9", "--api-model", "m"), "rlm.py: ")):
-        done = subprocess.run([sys.executable, "rlm.py", *flags, "q", "README.md"], cwd=ROOT,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "rlm.py", *flags, "q", "README.md"], cwd=ROOT,
+            capture_output=True, text=True)
         assert done.returncode == 1 and done.stdout == "" and says in done.stderr
         assert done.stderr.count("\n") == 1
 

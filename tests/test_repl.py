@@ -199,7 +199,7 @@ def test_final_var_of_a_name_that_is_none():
 
 
 @pytest.mark.parametrize("code, answer", [
-    ("{'a'}", ["a"]), ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", [1, "b"]),
+    ("{'a'}", ["a"]), ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", ["b", 1]),
     ("range(3)", [0, 1, 2]), ("{'a': 1}.keys()", ["a"]),
     ("numpy.int64(3)", 3), ("numpy.float32(0.5)", 0.5), ("numpy.bool_(True)", True),
     ("numpy.arange(2000)", list(range(2000))), ("[numpy.ones((2, 1))]", [[[1.0], [1.0]]]),

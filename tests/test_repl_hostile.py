@@ -326,7 +326,7 @@ PROTOCOL = [
          "os.wait()", "prints"),
     case("query-in-a-handler",
          "signal.signal(signal.SIGALRM, lambda *_: llm_query('b'))\n" + TIMER
-         + "while True: llm_query('a')", "timeout | error RecursionError"),
+         + "while True: llm_query('a')", "timeout | error RecursionError | protocol"),
     case("10000-queries", "x = llm_query_batched(['a'] * 10 ** 4)\nprint(len(x), x[-1])",
          "prints 10000 Error: "),
     case("odd-queries",
