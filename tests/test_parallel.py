@@ -228,7 +228,8 @@ def test_ranks_that_differ_are_named():
     assert set(facts(train.Config())) == {"flags", "code", "torch", "device"}
 
 
-def test_more_ranks_than_questions_are_refused(tmp_path):
+def test_more_ranks_than_questions_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train.plan, "memory", lambda world: 1 << 34)
     world = Pair(None)
     world.agree = lambda facts: None
     with pytest.raises(Agreed, match="2 ranks, but only 1 questions"):
