@@ -414,7 +414,7 @@ def tiny_notes(tmp_path_factory):
     import train
 
     path = str(tmp_path_factory.mktemp("notes") / "init")
-    questions = [make("notes", random.Random(i)) for i in range(400)]
+    questions = [make("notes", random.Random(i)) for i in range(150)]
     train.make_tiny(path, train.Config(), questions)
     return Tokenizer.from_pretrained(path), RLMConfig.load(f"{path}/rlm.json")
 
