@@ -47,7 +47,7 @@ from runtime.flags import from_dict
 from runtime.handed_in import HandedInError
 from tasks import Task
 from tasks.in_repl import can_travel, check_names, help_of, travelling
-from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
+from tree import Completion, Node, Refused, Rollout, Turn, Unscored
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,10 @@ class _Tree:
         import asyncio
 
         if kind == "tool":
-            if self.host is None or self.seconds_left <= 0:
-                return [{"error": "there is no such tool, or no time left for it"}]
+            if self.host is None:
+                return [{"error": "there is no such tool"}]
+            if self.seconds_left <= 0:
+                return [{"error": "the tree's time is used up"}]
             begun = time.monotonic()
             value = await self.host.call(prompts[0], *contexts[0])
             self.seconds_left -= time.monotonic() - begun

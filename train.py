@@ -91,8 +91,6 @@ class UpdateConfig:
                 "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
     bf16_states: bool = flag(
         False, "keep AdamW's two moments in bfloat16: 4 bytes per weight less")
-    micro_tokens: int = flag(
-        0, "tokens in a forward pass of the update, at most; 0: the window, or 2,048")
 
 
 @dataclass(frozen=True)

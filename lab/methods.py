@@ -181,7 +181,7 @@ class _Caller:
 
     def fits(self, system: str, user: str) -> bool:
         if self.tokenizer is None:
-            return (len(system) + len(user)) // 4 <= self.room
+            return rlm.about(system) + rlm.about(user) <= self.room
         return len(self.tokenizer.open(system, user)) <= self.room
 
     def fit(self, system: str, prompt: Callable[[int], str], most: int) -> int:

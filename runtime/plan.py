@@ -269,8 +269,7 @@ class Plan:
 
 def of_run(config, shape, window: int, have: int) -> Plan:
     """The plan of a run with these flags, for a model of this shape and `have` bytes."""
-    row = config.micro_tokens or LEAST_ROW
-    return Plan(shape, window, max(window, row), config.lora_rank,
+    return Plan(shape, window, max(window, LEAST_ROW), config.lora_rank,
                 TYPES[config.dtype].itemsize, have, moment=2 if config.bf16_states else 4)
 
 

@@ -66,7 +66,7 @@ class RunConfig:
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox micro_tokens strict track").split()
+              "eval_every sandbox strict track").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
@@ -75,8 +75,9 @@ HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
 BUILT_IN = {
     "clip_low": 0.2, "dpo_beta": 0.1, "gap_max": 2.0, "keep": 0.5,
     "length_constant": 64.0, "lora_alpha": 32.0, "max_depth": 0, "max_norm": 0.2,
-    "overlap": False, "overlong": "keep", "own": 0.0, "process": 0.0, "resample": 0,
-    "std_floor": 1e-2, "warmup_degenerate": "", "warmup_rows": 32, "warmup_score": 0.0,
+    "micro_tokens": 0, "overlap": False, "overlong": "keep", "own": 0.0, "process": 0.0,
+    "resample": 0, "std_floor": 1e-2, "warmup_degenerate": "", "warmup_rows": 32,
+    "warmup_score": 0.0,
 }
 
 

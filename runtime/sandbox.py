@@ -247,8 +247,12 @@ def set_limits(limits: Limits, count_processes: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def show(jail: str, paths: set[str]) -> None:
-    """Make these links and directories visible in the jail."""
+def show(jail: str, paths: set[str], whole: bool = False) -> None:
+    """Make these links, directories and files visible in the jail.
+
+    What is in a directory that only its owner may enter is shown in one that all may, but
+    with `whole`. So the packages of a virtual environment are there for every worker.
+    """
     for path in sorted(paths):  # parents first
         if os.path.islink(path):
             os.makedirs(os.path.dirname(jail + path), exist_ok=True)
@@ -256,7 +260,13 @@ def show(jail: str, paths: set[str]) -> None:
                 os.symlink(os.readlink(path), jail + path)
         elif os.path.isdir(path) and not os.path.isdir(jail + path):
             os.makedirs(jail + path)
-            mount(path, jail + path, "", BIND | REC)
+            if whole or os.stat(path).st_mode & 0o005 == 0o005:
+                mount(path, jail + path, "", BIND | REC)
+            else:
+                show(jail, {entry.path for entry in os.scandir(path)}, whole=True)
+        elif os.path.isfile(path) and not os.path.lexists(jail + path):
+            os.close(os.open(jail + path, os.O_CREAT))
+            mount(path, jail + path, "", BIND)
 
 
 def choose(sandbox: str, base: str, hidden: list[str]) -> tuple[Sandbox, str]:

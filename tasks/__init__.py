@@ -285,7 +285,7 @@ def read(path: str, kind: str, strict: bool = False) -> list[Task]:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    """The lines of a file, or the rows of one that is a JSON list, one per line."""
+    """The lines of a file. If the file is one JSON list, each of its rows as a line."""
     with open(path, "rb") as file:  # bytes: a line that is no UTF-8 is named as well
         if file.read(64).lstrip().startswith(b"["):
             with contextlib.suppress(ValueError, RecursionError):  # else line by line

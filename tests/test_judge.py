@@ -8,7 +8,7 @@ from lab import judge
 from rlm import RLMConfig, collect
 from runtime.handed_in import HandedInError, load_reward
 from tasks import Task
-from test_api import Stub, stub  # noqa: F401 (a fixture)
+from test_api import stub  # noqa: F401 (a fixture)
 from tree import Completion, Unscored
 
 TASK = Task("t", "question", "Which city?", "the context", "Oslo")

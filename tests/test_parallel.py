@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,9 +63,11 @@ def trees(step):
 
 def make_trainer(out, world, number=0, **flags):
     flags = {"model": str(out.parent / "model"), "heldout": 1, "warmup_steps": 0,
-             "micro_tokens": 512, "save_every": 1} | flags
-    return train.Trainer(
+             "save_every": 1} | flags
+    trainer = train.Trainer(
         train.Config(out=str(out), resume=number > 0, steps=number + 1, **flags), world)
+    trainer.plan = replace(trainer.plan, row=512)  # several micro-batches
+    return trainer
 
 
 def step(out, kind, number, world, split=None):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -593,6 +594,17 @@ def test_where_the_kernel_refuses():
     assert "no namespaces" in required and "did not start" in required
     assert len(done.stderr.splitlines()) == 1  # it is said once
     assert "the sandbox has no namespaces" in done.stderr
+
+
+def test_packages_of_an_environment_that_only_its_owner_may_enter(tmp_path):
+    """As `mktemp -d` makes directories: root's workers have other user ids."""
+    venv.create(tmp_path / "mine", symlinks=True)
+    site = next((tmp_path / "mine").glob("lib/python*/site-packages"))
+    (site / "only_here.py").write_text("x = 5")
+    (tmp_path / "mine").chmod(0o700)
+    done = subprocess.run([tmp_path / "mine/bin/python", ROOT / "repl.py"], text=True,
+                          input="import only_here\nFINAL(only_here.x)", capture_output=True)
+    assert (done.stdout, done.stderr) == ("5\n", "")
 
 
 def test_command_line(tmp_path):

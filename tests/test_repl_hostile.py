@@ -312,8 +312,9 @@ PROTOCOL = [
     case("threads-ask-past-the-end", ASK_ON, "prints | protocol", queries=100,
          then="prints 3 | protocol"),
     case("a-signal-ends-a-query", "def stop(*a): raise ZeroDivisionError\n"
-         "signal.signal(signal.SIGALRM, stop); signal.setitimer(signal.ITIMER_REAL, 1e-4)\n"
-         "try:\n    while True: llm_query('a')\nexcept ZeroDivisionError: pass\n"
+         "signal.signal(signal.SIGALRM, stop)\n"
+         "try:\n    signal.setitimer(signal.ITIMER_REAL, 1e-4)\n"
+         "    while True: llm_query('a')\nexcept ZeroDivisionError: pass\n"
          "print(llm_query('b'))", "prints ok"),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),

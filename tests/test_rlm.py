@@ -893,7 +893,7 @@ except RuntimeError as error: FINAL([len(errors), str(error)])
 '''
     root = with_tools(code, [endless], limits=Limits(seconds=0.5), seconds=15.0)
     count, last = root.answer
-    assert count == 40 and "no time left" in last and len(begun) == 16
+    assert count == 40 and "time is used up" in last and len(begun) == 16
     ended.set()
 
 
