@@ -321,7 +321,9 @@ class Trainer:
             return
         trees = self.teacher
         if trees is None:
-            questions = [self.question("warmup", i) for i in range(config.warmup_trees)]
+            questions = [tasks.playable(self.question("warmup", i),
+                                        random.Random(f"{config.seed} warmup {i}"))
+                         for i in range(config.warmup_trees)]
             trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
         trees = [tree for tree in trees if not tree.failed]
         nodes = [node for tree in trees for node in tree.root.walk()
@@ -655,8 +657,7 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
     """The questions to train on (None: they are generated), those held out, and longer ones
     under the names of their scores, if the task has lengths."""
     kind = tasks.load(config.task)
-    # An oracle knows how questions are generated, so it is no use for those of a file.
-    scripts = hasattr(kind, "demonstrate") or (hasattr(kind, "oracle") and not config.data)
+    scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
     if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
@@ -687,10 +688,12 @@ def tiny_rlm(config: Config) -> RLMConfig:
 def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> str:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
+    draws = [random.Random(f"tokenizer {i}") for i in range(192)]
     if questions is None:
-        questions = [tasks.make(config.task, random.Random(f"tokenizer {i}"))
-                     for i in range(192)]
-    trees = demonstrations(questions[:192], None, tiny_rlm(config), "tokenizer")
+        questions = [tasks.make(config.task, rng) for rng in draws]
+    else:
+        questions = [tasks.playable(*each) for each in zip(questions, draws)]
+    trees = demonstrations(questions, None, tiny_rlm(config), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)

@@ -169,6 +169,15 @@ def demonstrate(task: Task, node: Node, rng: random.Random, alone: bool = False)
     raise ValueError(f"the task {task.kind} has no script that calls nobody")
 
 
+def playable(task: Task, rng: random.Random) -> Task:
+    """The task, or a generated one if the kind's scripts cannot play questions of files."""
+    try:
+        demonstrate(task, Node(), random.Random(0))
+        return task
+    except ValueError:
+        return make(task.kind, rng)
+
+
 def _stem(path: str) -> str:
     """The name of a kind: that of its file."""
     return os.path.splitext(os.path.basename(path))[0]

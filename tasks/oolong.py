@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import datetime
 
 from tasks import Task
-from tasks.in_repl import PIECES, TOOLS, first_hit, script
+from tasks.in_repl import PIECES, TOOLS, asked, block, first_hit, script
 from tasks.text import (ADJECTIVES, NOUNS, POOL, as_line, characters, field, how_many_fit,
                         make_term)
 
@@ -262,6 +262,98 @@ def oracle(task, node):
         return script(digits_here, list(OPENERS.values()))
     return script(count_lines, LABELS, PIECES, parts_of(task.query),
                   uses=(iso_date, labelled, tally))
+
+
+# --- scripts to learn from --------------------------------------------------------------
+
+# Shares of good and bad strategies. Only read with read is right: which is which is for the
+# reinforcement to find out.
+ROOT_SCRIPTS = {"read": 0.6, "part": 0.25, "guess": 0.15}
+CHILD_SCRIPTS = {"read": 0.6, "same": 0.2, "short": 0.2}
+CHILDREN = 16  # at most, of a root that reads
+
+READ = """\
+from datetime import datetime as date
+day = lambda row: date.strptime(row[0], "Date: %b %d, %Y")
+labels = {labels}
+rows = [line.split(" || ") for line in context.split("\\n") if line[:6] == "Date: "]
+{scope}n = len(rows) // {children} + 1
+pages = [rows[i:i + n] for i in range(0, len(rows), n)]{part}
+ask = "One digit per line, no spaces: " + str(dict(enumerate(labels)))
+texts = ["\\n".join([ask] + [row[2] for row in page]) for page in pages]
+digits = "".join(llm_query_batched(texts))
+kinds = [labels[int(digit)] for digit in digits]
+"""
+COUNT = {  # form: what is done with rows and kinds
+    "most": "FINAL(max(set(kinds), key=kinds.count))",
+    "least": "FINAL(min(set(kinds), key=kinds.count))",
+    "count": "FINAL(kinds.count({a!r}))",
+    "compare": "more = kinds.count({a!r}) - kinds.count({b!r})\n"
+               'word = "more" if more > 0 else "less"\n'
+               'FINAL(f"{{word}} common than" if more else "same frequency as")',
+    "user": "users = [row[1][6:] for row, kind in zip(rows, kinds) if kind == {a!r}]\n"
+            "FINAL(max(set(users), key=users.count))",
+    "month": 'months = [day(row).strftime("%B %Y") for row, kind in zip(rows, kinds) '
+             "if kind == {a!r}]\nFINAL(max(set(months), key=months.count))",
+}
+GUESS = {"most": LABELS[0], "least": LABELS[0], "count": 20, "compare": PHRASES[0],
+         "user": "", "month": "January 2023"}
+
+
+def demonstrate(task, node, rng):
+    """Children are given lines in their prompt, and answer with one digit for each."""
+    if node.depth:
+        return digits_of(asked(node), pick(CHILD_SCRIPTS, rng))
+    form, labels, users, dates = parts_of(generated(task).query)
+    name = pick(ROOT_SCRIPTS, rng)
+    if name == "guess":
+        return block(f"FINAL({GUESS[form]!r})")
+    scope = ""
+    if users:
+        scope = f"rows = [row for row in rows if row[1][6:] in {users}]\n"
+    if dates:
+        first, last = map(day_code, dates)
+        scope = f"rows = [row for row in rows if {first} <= day(row) <= {last}]\n"
+    a, b = [*labels, "", ""][:2]
+    return block(reading(name == "part", scope) + COUNT[form].format(a=a, b=b))
+
+
+def reading(part: bool, scope: str = "") -> str:
+    """Code that has children label the rows in `scope`, or a first part of them."""
+    first = ""
+    if part:
+        first = "[:1]\nrows = rows[:n]"
+    return READ.format(labels=LABELS, scope=scope, children=CHILDREN, part=first)
+
+
+def day_code(iso: str) -> str:
+    year, month, day = map(int, iso.split("-"))
+    return f"date({year}, {month}, {day})"
+
+
+def digits_of(text: str, name: str) -> str:
+    """The numbers of the labels of lines: all, the first one for each, or too few."""
+    openers = [(opener, str(i)) for i, group in enumerate(OPENERS.values())
+               for opener in group]
+    lines = [line.removeprefix("Instance: ") for line in text.split("\n")]
+    digits = [digit for line in lines for opener, digit in openers
+              if line.startswith(opener)]
+    if name == "same":
+        digits = digits[:1] * len(digits)
+    if name == "short":
+        digits = digits[:-1]
+    return "".join(digits)
+
+
+def generated(task) -> Task:
+    """The task. Raises ValueError for one of a file: the scripts cannot read such lines."""
+    if not task.id.startswith(f"{task.kind}-"):
+        raise ValueError(f"{task.id}: the scripts know generated questions only")
+    return task
+
+
+def pick(scripts: dict[str, float], rng) -> str:
+    return rng.choices(list(scripts), scripts.values())[0]
 
 
 keyword = first_hit

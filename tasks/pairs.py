@@ -4,8 +4,10 @@ Gold is [[id, id], ...]. The score is the F1 over unordered pairs. oolong makes 
 """
 import re
 
-from tasks.in_repl import PIECES, TOOLS, script, sentences_with, word_of
-from tasks.oolong import DAYS, LABELS, OPENERS, digits_here, iso_date, labelled, records
+from tasks.in_repl import PIECES, TOOLS, asked, block, script, sentences_with, word_of
+from tasks.oolong import (CHILD_SCRIPTS, DAYS, LABELS, OPENERS, ROOT_SCRIPTS, day_code,
+                          digits_here, digits_of, generated, iso_date, labelled, pick,
+                          reading, records)
 from tasks.text import as_line, characters, field
 
 STRATEGY = """\
@@ -138,6 +140,36 @@ def oracle(task, node):
         return script(digits_here, list(OPENERS.values()))
     return script(pair_users, LABELS, PIECES, parts_of(task.query),
                   uses=(iso_date, labelled, matching))
+
+
+def demonstrate(task, node, rng):
+    """Children label lines, as for oolong; see there."""
+    if node.depth:
+        return digits_of(asked(node), pick(CHILD_SCRIPTS, rng))
+    first, second, dated = parts_of(generated(task).query)
+    name = pick(ROOT_SCRIPTS, rng)
+    if name == "guess":
+        return block("FINAL([])")
+
+    def fitting(clauses):
+        tests = []
+        for how, number, labels in clauses:
+            count = " + ".join(f"own.count({label!r})" for label in labels)
+            tests.append(f"{count} {'>=' if how == 'at least' else '=='} {number}")
+        return f"[user for user, own in owns.items() if {' and '.join(tests)}]"
+
+    code = reading(name == "part") + "owns = {}\n"
+    code += ("for row, kind in zip(rows, kinds):\n"
+             "    owns.setdefault(int(row[1][6:]), []).append(kind)\n")
+    if dated:
+        label, side, when = dated
+        beyond = f"{'<=' if side == 'after' else '>='} " + day_code(when)
+        code += ("wrong = {int(row[1][6:]) for row, kind in zip(rows, kinds)\n"
+                 f"         if kind == {label!r} and day(row) {beyond}}}\n"
+                 "owns = {user: own for user, own in owns.items() if user not in wrong}\n")
+    code += f"one = {fitting(first)}\nother = {fitting(second)}\n"
+    code += "FINAL(list({(min(u, v), max(u, v)) for u in one for v in other if u != v}))"
+    return block(code)
 
 
 # Runs in the REPL: all pairs of the users whose lines have the word, a hundred at most.

@@ -831,6 +831,29 @@ def test_the_right_demonstration_scores_1(root, child, score, monkeypatch):
         assert reward(task, root.answer) == score
 
 
+@pytest.mark.parametrize("kind", ["oolong", "pairs"])
+def test_scripts_that_label_lines(kind, monkeypatch):
+    module = {"oolong": oolong, "pairs": pairs}[kind]
+
+    def mean(root_scripts, child_scripts):
+        monkeypatch.setattr(module, "ROOT_SCRIPTS", root_scripts)
+        monkeypatch.setattr(module, "CHILD_SCRIPTS", child_scripts)
+        total = 0
+        for task in questions:
+            root = play(task, lambda task, node: tasks.demonstrate(
+                task, node, random.Random(f"{task.id} {node.path}")))
+            assert not root.errors or not right == root_scripts == child_scripts
+            total += reward(task, root.answer) / len(questions)
+        return total
+
+    questions, right = made(kind, 12), {"read": 1}
+    assert mean(right, right) == 1.0
+    for wrong in ("part", "guess"):
+        assert mean({wrong: 1}, right) < 0.7
+    for wrong in ("same", "short"):
+        assert mean(right, {wrong: 1}) < 0.9
+
+
 def test_a_node_keeps_its_script_and_looks_at_most_once():
     task, looked = made("evidence")[0], 0
     for seed in range(200):

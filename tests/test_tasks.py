@@ -291,6 +291,16 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
         tasks.oracle(task, Node())
 
 
+def test_scripts_that_cannot_play_a_row_play_a_generated_question(tmp_path):
+    rows = {kind: Task("row-1", kind, query, context, gold)
+            for kind, (_, query, context, gold) in ROWS.items()}
+    played = {kind: tasks.playable(task, random.Random(0)) for kind, task in rows.items()}
+    assert played["evidence"] is rows["evidence"]
+    for kind in {*rows} - {"evidence"}:
+        assert played[kind].id.startswith(f"{kind}-") and played[kind].kind == kind
+        assert played[kind] == tasks.make(kind, random.Random(0))
+
+
 @pytest.mark.parametrize("text, kind, value", [
     ("[7]", "NUMERIC", "7"), ("['more common than']", "COMPARISON", "more common than"),
     ("[datetime.date(2023, 1, 6)]", "DATE", "2023-01-06"), ("[44106]", "USER", "44106"),
