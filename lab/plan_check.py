@@ -1,8 +1,9 @@
 """The memory plan beside what a real update takes: `python -m lab.plan_check [--rank 16]
-[--row 2048] [--recompute] [--dtype bfloat16]`. Linux, CPU, about 16 GB and some minutes.
+[--row 2048] [--recompute] [--dtype bfloat16] [--model DIR]`. Linux, CPU, about 16 GB and
+some minutes.
 
-A random Qwen3 of the 0.6B shape is saved and loaded like any checkpoint, the sampler's copy
-and a cache of one window are made and written to, and the weights are updated from two
+The checkpoint DIR, or a random Qwen3 of the 0.6B shape, is loaded, the sampler's copy and a
+cache of one window are made and written to, and the weights are updated from two
 micro-batches of one full row each. Prints peak memory without torch's own, the plan's sum,
 and their ratio.
 
@@ -60,13 +61,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights")
     parser.add_argument("--row", type=int, default=1024, help="tokens, default 1024")
     parser.add_argument("--dtype", default="float32", help="of frozen weights")
-    parser.add_argument("--layers", type=int, default=28, help="default 28, as 0.6B has")
+    parser.add_argument("--model", help="a checkpoint, instead of a random 0.6B")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--apart", action="store_true",
                         help="the sampler has no copy of frozen weights")
     args = parser.parse_args()
 
-    config = Qwen3Config(**QWEN3_06B | {"num_hidden_layers": args.layers})
+    config = Qwen3Config(**QWEN3_06B)
+    if args.model:
+        config = Qwen3Config.read(f"{args.model}/config.json")
     frozen = getattr(torch, args.dtype) if args.rank else torch.float32
     plan = Plan(config, window=args.row, row=args.row, rank=args.rank,
                 element=frozen.itemsize, recompute=args.recompute, apart=args.apart,
@@ -76,9 +79,10 @@ def main() -> None:
     tiny = Qwen3(Qwen3Config(64, 32, 64, 1, 2, 1, 16))
     update(tiny, adamw(tiny), 16, 1)  # what torch loads when it is first used
     with tempfile.TemporaryDirectory() as path:
-        Qwen3(config).to(frozen).save_pretrained(path)
+        if not args.model:
+            Qwen3(config).to(frozen).save_pretrained(path)
         before = start_counting()
-        model = Qwen3.from_pretrained(path, frozen)
+        model = Qwen3.from_pretrained(args.model or path, frozen)
     model.recompute = args.recompute
     if args.rank:
         model.add_lora(args.rank, 32.0)
