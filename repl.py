@@ -416,7 +416,9 @@ class Worker:
     # What the code sees. The docstrings are for `help`.
 
     def FINAL(self, value: Any) -> None:
-        """End with `value` as the answer. What JSON cannot say becomes its str."""
+        """End with `value` as the answer. What JSON cannot say becomes its str.
+
+        Raises TypeError for what has none, and for a generator."""
         self.refuse_forks()
         value = json_value(value)
         size = len(json.dumps(value))
@@ -431,8 +433,9 @@ class Worker:
         no variable's name is the answer itself."""
         if not isinstance(name, str):
             self.FINAL(name)
-        if name in self.namespace:
-            self.FINAL(self.namespace[name])
+        for said in (name, name.strip(" \"'")):
+            if said in self.namespace:
+                self.FINAL(self.namespace[said])
         if not name.isidentifier() or any(name is v for v in self.namespace.values()):
             self.FINAL(name)
         known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"

@@ -213,7 +213,7 @@ class _Tree:
         if node.kind == "llm":
             completion = await self.sample(node, 0)
             if completion is not None:
-                node.answer, node.end = spoken(completion.text, self.in_thought), "text"
+                node.answer, node.end = self.spoken(completion.text), "text"
             return
 
         repl = REPL(context, self.source, self.config.limits,
@@ -224,12 +224,12 @@ class _Tree:
                 completion = await self.sample(node, turn)
                 if completion is None:
                     return
-                seen = await self.act(node, repl, turn, context)
+                printed, notes = await self.act(node, repl, turn, context)
                 if node.end:
                     return
                 if turn + 1 == self.config.max_turns:
                     node.end = "turns"
-                elif not self.observe(node, completion, seen, turn, query):
+                elif not self.observe(node, completion, printed, notes, turn, query):
                     node.end = "window"
                     return
 
@@ -253,26 +253,30 @@ class _Tree:
         node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
         return completion
 
-    async def act(self, node: Node, repl: REPL, turn: int, context: Any) -> str:
-        """Run the blocks of the last message. Returns what the model sees next, or sets the
-        node's end."""
-        blocks, prose = parse(node.turns[-1].text, self.in_thought)
+    async def act(self, node: Node, repl: REPL, turn: int,
+                  context: Any) -> tuple[str, str]:
+        """Run the blocks of the last message. Returns what the model sees next, in two
+        parts: what was printed, then errors and hints. Or sets the node's end."""
+        blocks, prose = parse(self.spoken(node.turns[-1].text))
         hints = [IN_PROSE] if re.search(r"\bFINAL(_VAR)?\(", prose) else []
         if not blocks:
             node.errors.append(turn)
-            return " ".join([NO_BLOCK, *hints])
+            return "", " ".join([NO_BLOCK, *hints])
         await repl.start()
-        seen, room = [], self.config.limits.output_chars  # for all blocks of a message
+        printed, notes = [], hints
+        room = self.config.limits.output_chars  # for all blocks of a message
         for code in blocks:
             result = await repl.execute(code, partial(self.query, node, context))
             node.repl_seconds += result.seconds
             self.seconds_left -= result.seconds
-            for part in filter(None, (result.stdout, result.error)):
+            if result.stdout:
                 # The first part was cut by the REPL, which says how much is missing.
-                seen.append(part[:room] if seen else part)
-                room = max(0, room - len(part))
+                fits = not printed or len(result.stdout) <= room
+                printed.append(result.stdout if fits else cut(result.stdout, room))
+                room = max(0, room - len(result.stdout))
             if result.error:
                 node.errors.append(turn)
+                notes = [result.error, *hints]
             if not result.died:
                 node.answer = result.draft  # stands, unless FINAL comes
             if result.done:
@@ -284,12 +288,14 @@ class _Tree:
                 break
             if result.error:
                 break
-        return "\n".join(part.rstrip("\n") for part in (*seen, *hints))
+        return tuple("\n".join(part.rstrip("\n") for part in parts)
+                     for parts in (printed, notes))
 
-    def observe(self, node: Node, completion: Completion, seen: str, turn: int,
-                query: str) -> bool:
-        """Append what the model sees next. If it does not fit into the window, what was
-        printed is cut, so that another message fits behind it. False if nothing does."""
+    def observe(self, node: Node, completion: Completion, printed: str, notes: str,
+                turn: int, query: str) -> bool:
+        """Append what the model sees next. If it does not fit into the window it is cut, so
+        that another message fits behind it: what was printed, then the notes. False if
+        nothing fits."""
         room = self.config.window - self.size(node)
 
         def turn_of(shown: str) -> tuple[Turn, int]:
@@ -301,16 +307,28 @@ class _Tree:
             ids = self.tokenizer.observe(text, closed)
             return Turn("user", text, tuple(ids)), len(ids)
 
-        made, size = turn_of(seen)
+        def kept(n: int) -> str:
+            first = max(0, n - len(notes))
+            parts = [cut(printed, first, FULL_WINDOW), cut(notes, n, FULL_WINDOW)]
+            return "\n".join(filter(None, parts))
+
+        whole = len(printed) + len(notes)
+        made, size = turn_of(kept(whole))
         most = room - min(self.config.turn_tokens, room // 2)  # a message has to fit, too
         if size >= most:
-            kept = bisect.bisect_left(
-                range(len(seen)), True, key=lambda n: turn_of(cut(seen, n))[1] >= most)
-            if kept:
-                made, size = turn_of(cut(seen, kept - 1))
+            fits = bisect.bisect_left(
+                range(whole), True, key=lambda n: turn_of(kept(n))[1] >= most)
+            if fits:
+                made, size = turn_of(kept(fits - 1))
         if size < room:
             node.add(made)
         return size < room
+
+    def spoken(self, text: str) -> str:
+        """A message without its thought. Of a server's prompt nobody here knows whether it
+        opens one: the end of a thought that begins a line tells."""
+        ends = self.tokenizer is None and re.search("^</think>", text, re.MULTILINE)
+        return spoken(text, self.in_thought or bool(ends))
 
     def size(self, node: Node) -> int:
         """Tokens of a conversation. Those of a text without ids (of an API, or without a
@@ -374,6 +392,7 @@ class _Tree:
 
 OPENS = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n$")  # the end of the line above a block
 REPEATED = 200  # characters of the question that each observation repeats
+FULL_WINDOW = ": the window is full"
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
 IN_PROSE = "FINAL outside of a ```repl block is text, and ends nothing."
 ENDS = {
@@ -387,22 +406,24 @@ ENDS = {
 }
 
 
-def parse(text: str, in_thought: bool = False) -> tuple[list[str], str]:
+def parse(text: str) -> tuple[list[str], str]:
     """The code of all complete blocks of a message, in order, and the text around them.
 
     A block opens with three or more backticks and "repl", anywhere in a line that ends
     there. It ends at a line that begins with as many backticks. What is in a thought is no
-    code, even if the thought does not end."""
-    blocks, prose, code, fence = [], [], [], ""
-    for line in spoken(text, in_thought).split("\n"):
+    code, even if the thought does not end. A message without the thought that it begins
+    with is `spoken`; a later thought begins a line."""
+    blocks, prose, code, fence, thinks = [], [], [], "", False
+    for line in spoken(text).split("\n"):
         line += "\n"
+        if not fence and (thinks or line.lstrip().startswith("<think>")):
+            _, ended, line = line.partition("</think>")
+            thinks = not ended
         if fence and line.startswith(fence):
             blocks.append("".join(code))
             fence = ""
         elif fence:
             code.append(line)
-        elif "<think>" in line:
-            break
         elif opened := OPENS.search(line):
             code, fence = [], opened[1]
         else:
@@ -410,9 +431,11 @@ def parse(text: str, in_thought: bool = False) -> tuple[list[str], str]:
     return blocks, "".join(prose)
 
 
-def cut(seen: str, size: int) -> str:
-    """The first `size` characters of what was printed, and how many are missing."""
-    return f"{seen[:size]}\n... [{len(seen) - size} characters cut: the window is full]"
+def cut(text: str, size: int, why: str = "") -> str:
+    """The first `size` characters, and how many are missing, if any are."""
+    if len(text) <= size:
+        return text
+    return f"{text[:size]}\n... [{len(text) - size} characters cut{why}]"
 
 
 def about(text: str) -> int:

@@ -41,7 +41,7 @@ from grpo import GRPOConfig, Row, Stats, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, metrics, parallel, plan
+from runtime import checkpoint, handed_in, metrics, parallel, plan, track
 from runtime.device import DEVICE, TYPES, compute_dtype
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
@@ -284,7 +284,7 @@ class Trainer:
         with run.stop:
             try:
                 final = self.learn()
-            except Stopped:
+            except (Stopped, Unscored, handed_in.HandedInError):
                 run.save_checkpoint()
                 raise
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
@@ -335,6 +335,10 @@ class Trainer:
         kind = "saved" if self.teacher else "scripted"
         print(f"warm-up: {len(trees)} {kind} trees, {len(nodes)} nodes, mean reward "
               f"{reward:.3f}")
+        torn = sum(bool(tree.root.errors) for tree in trees)
+        if 2 * torn > len(trees):
+            print(f"the root's code failed in {torn} of them. Are {self.rlm.turn_tokens} "
+                  f"tokens per message and {self.rlm.max_nodes} nodes too few?")
 
         first, steps = run.state["step"], config.warmup_steps
         bar = trange(first, steps, initial=first, total=steps, desc="warm-up", disable=None)
@@ -459,7 +463,7 @@ class Trainer:
                 if n // config.group % world.size == world.rank]
         with (self.sampler.threads(),
               tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
-            rollouts = run.stop.run(rlm.collect(
+            rollouts = run.ask(rlm.collect(
                 [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm,
                 (config.seed, step), [trees[n][1] for n in mine], numbers=mine,
                 on_done=lambda _: bar.update(), score=self.reward))
@@ -558,9 +562,9 @@ class Trainer:
             row, rollouts = evaluation.evaluate(
                 questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
                 name, slice(world.rank, None, world.size), self.run.gather,
-                self.run.stop.run, self.reward)
+                self.run.ask, self.reward)
         self.run.state["results"][name] = row
-        self.run.log({"phase": "eval", "name": name, **row})
+        self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
@@ -651,6 +655,7 @@ def check(config: Config, ranks: int) -> None:
     if ranks > config.questions:
         raise ValueError(f"{ranks} ranks, but only {config.questions} questions per step: "
                          "each rank samples its own")
+    track.check(config.track)
 
 
 def read_questions(config: Config) -> tuple[list | None, list, dict]:

@@ -6,10 +6,11 @@ What can go wrong, and what follows:
 - The server is busy or broken for now (429, 408, 409, 5xx, a timeout, a cut connection, a
   reply that is not the protocol): the request is sent again after a back-off that doubles,
   or after what Retry-After says.
-- It refuses a request (other 4xx) although it has served others: Refused. The model has
-  asked for what cannot be had: that node ends, and its parent's code sees an error.
-- It refuses requests and has served none yet, or fails every time: APIError. That question
-  is lost and counted as failed.
+- It refuses a request (other 4xx) although it has served others, or serves a short one that
+  is sent to find out: Refused. The model has asked for what cannot be had: that node ends,
+  and its parent's code sees an error.
+- It refuses the short one, too, or fails every time: APIError. That question is lost and
+  counted as failed.
 - Nothing that follows could succeed or be paid for (wrong key, no such model, no server, a
   budget used up): Stop. The run ends and keeps what it has.
 
@@ -25,13 +26,14 @@ import hashlib
 import json
 import os
 import random
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPMessage
+from http.client import HTTPException, HTTPMessage, IncompleteRead
 from urllib import request
 from urllib.parse import urlsplit
 
+from runtime.threads import in_thread
 from tree import Completion, Node, Refused
 
 
@@ -40,7 +42,7 @@ BACKOFF = 0.5  # seconds before the first retry; doubled for each next one, and 
 #                by a draw from [0.5, 1.5), so that not all callers come back at once
 LONGEST_WAIT = 60.0  # seconds, whatever Retry-After says
 MAX_REPLY = 32_000_000  # bytes
-THREADS = ThreadPoolExecutor(1000)  # made as needed; asyncio's own pool has too few
+PROBE = [{"role": "user", "content": "Say hello."}]  # that any server serves
 
 
 class Stop(Exception):
@@ -154,6 +156,7 @@ class API:
         self.answered = False  # has any request of this run come through?
         self.served = False  # and been answered with a completion?
         self.limit_field = "max_tokens"
+        self.fixed_temperature = False  # the model takes none but its own
         self.per_character = 0.25  # tokens; raised by what the server counts
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
@@ -163,6 +166,7 @@ class API:
         asked = repr((self.model, self.temperature, max_tokens, key, messages))
         name = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
         if name in self.account.paid:
+            self.served = True
             return self.account.paid[name]
         characters = sum(len(m["content"]) + 16 for m in messages)  # 16: a message's markup
         async with self.account.gate():
@@ -198,7 +202,7 @@ class API:
     async def ask(self, messages: list[dict], max_tokens: int, name: str) -> Completion:
         """Send a request until it is answered. Raises Stop or APIError, as the top of this
         file says."""
-        loop, rng = asyncio.get_running_loop(), random.Random(name)
+        rng = random.Random(name)
         problem, status, asked = "", 0, 0.0
         for attempt in range(RETRIES + 1):
             wait = BACKOFF * 2 ** (attempt - 1) * (0.5 + rng.random())
@@ -208,12 +212,11 @@ class API:
                 self.account.retries += 1
                 await asyncio.sleep(min(LONGEST_WAIT, max(wait, asked)))
             asked = 0.0
-            body = {"model": self.model, "messages": messages,
-                    "temperature": self.temperature, self.limit_field: max_tokens}
+            body = {"model": self.model, "messages": messages, self.limit_field: max_tokens}
+            if not self.fixed_temperature:
+                body["temperature"] = self.temperature
             try:
-                async with asyncio.timeout(self.timeout):
-                    status, fields, raw = await loop.run_in_executor(
-                        THREADS, self.post, json.dumps(body).encode())
+                status, fields, raw = await self.send(body)
                 self.answered = True
                 if status == 200:
                     done = self.read(raw, messages, max_tokens)
@@ -231,15 +234,18 @@ class API:
                 continue
 
             problem = f"status {status} ({self.complaint(raw)})"
-            if status in (401, 402, 403):
+            if status in (401, 402) or status == 403 and not self.served:
                 verb = "refuses the" if self.key else "wants a"
                 raise Stop(f"{self.url} {verb} key in OPENAI_API_KEY: {problem}")
             if status == 404 or 300 <= status < 400:
                 raise Stop(f"{self.url} has no model {self.model!r} there: {problem}")
             if status == 400 and b"max_completion_tokens" in raw and "max_tokens" in body:
                 self.limit_field = "max_completion_tokens"  # its name in newer models
+            elif status == 400 and b"temperature" in raw and "temperature" in body:
+                self.fixed_temperature = True
             elif status < 500 and status not in (408, 409, 429):
-                raise (Refused if self.served else APIError)(f"{self.url}: {problem}")
+                serves = self.served or await self.serves()
+                raise (Refused if serves else APIError)(f"{self.url}: {problem}")
             try:
                 asked = float(fields.get("Retry-After", 0))
             except ValueError:  # it may be a date
@@ -250,13 +256,37 @@ class API:
             raise Unreachable(message)
         raise Unavailable(message)
 
+    async def serves(self) -> bool:
+        """Whether the server serves anything: a short request that none refuses."""
+        body = {"model": self.model, "messages": PROBE, self.limit_field: 16}
+        try:
+            status, _, raw = await self.send(body)
+            if status == 200:
+                self.account.spend(self.read(raw, PROBE, 16))
+                self.served = True
+        except (OSError, HTTPException, ValueError, RecursionError):
+            pass
+        return self.served
+
+    async def send(self, body: dict) -> tuple[int, HTTPMessage, bytes]:
+        """`post` in a thread. Raises TimeoutError."""
+        data = json.dumps(body).encode()
+        async with asyncio.timeout(self.timeout):
+            return await in_thread(lambda: self.post(data))
+
     def post(self, body: bytes) -> tuple[int, HTTPMessage, bytes]:
         """One request on a connection of its own -> status, header fields, body. Blocks."""
         asked = request.Request(self.endpoint, body, self.fields)
+        end, raw = time.monotonic() + self.timeout, b""
         with self.opener.open(asked, timeout=self.timeout) as reply:
-            raw = reply.read(MAX_REPLY + 1)
-        if len(raw) > MAX_REPLY:
-            raise ValueError(f"more than {MAX_REPLY:,} bytes")
+            while part := reply.read1(1 << 16):
+                raw += part
+                if time.monotonic() > end:
+                    raise TimeoutError
+                if len(raw) > MAX_REPLY:
+                    raise ValueError(f"more than {MAX_REPLY:,} bytes")
+            if reply.length:  # of what it announced, so much is missing
+                raise IncompleteRead(raw, reply.length)
         return reply.status, reply.headers, raw
 
     def read(self, raw: bytes, messages: list[dict], max_tokens: int) -> Completion:
@@ -265,19 +295,26 @@ class API:
             data = json.loads(raw)
             choice = data["choices"][0]
             text = choice["message"].get("content") or ""
-            usage = data.get("usage") or {}
+            if isinstance(text, list):  # of parts
+                text = "".join(part["text"] for part in text if part["type"] == "text")
+            usage = {name: value for name, value in (data.get("usage") or {}).items()
+                     if value is not None}
             characters = sum(len(m["content"]) for m in messages)
             prompt = usage.get("prompt_tokens", characters // 4)
             sampled = usage.get("completion_tokens", len(text) // 4)
-            reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            reused = usage.get("prompt_tokens_details", {}).get("cached_tokens") or 0
+            details = usage.get("completion_tokens_details", {})
+            thought = details.get("reasoning_tokens") or 0
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"no chat completion: {error!r}") from None
-        counts = all(type(n) is int and n >= 0 for n in (prompt, sampled, reused))
+        numbers = prompt, sampled, reused, thought
+        counts = all(type(n) is int and n >= 0 for n in numbers)
         if not isinstance(text, str) or not counts:
             raise ValueError("no chat completion: text or usage of a wrong type")
         stop = "length" if choice.get("finish_reason") == "length" else "stop"
-        if sampled > max_tokens:  # paid for, but cut as it should have been, in proportion
-            text, stop = text[:len(text) * max_tokens // sampled], "length"
+        said = sampled - thought  # a thought is paid for, but is not in the text
+        if said > max_tokens:  # cut as it should have been, in proportion
+            text, stop = text[:len(text) * max_tokens // said], "length"
         reused = min(reused, prompt)
         return Completion(text, stop=stop, usage={
             "prompt": prompt, "reused": reused, "sampled": sampled,

@@ -3,11 +3,13 @@
     python rlm.py --model DIR "QUESTION" FILE...
     python rlm.py --api URL --api-model NAME "QUESTION" FILE...
 
-The answer goes to standard output, and all that is no answer to standard error with a
-status that is not 0. What a model wrote is printed with its control characters spelled out.
+The answer is the last that goes to standard output, after the turns of --stream and the
+tree of --trace. What ends without an answer goes to standard error, with a status that is
+not 0. What a model wrote is printed with its control characters spelled out.
 """
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -44,6 +46,8 @@ def main() -> None:
         context = read_context(args.files)
         if not rlm.as_text(context).strip():
             raise ValueError("the context is empty")
+        if args.html and not os.path.isdir(os.path.dirname(args.html) or "."):
+            raise ValueError(f"--html {args.html}: there is no such folder")
         if args.api:
             asked = rlm.RLM.from_api(
                 args.api, args.api_model, args.temperature, args.sandbox)

@@ -175,16 +175,18 @@ class Comparison:
         questions, which cells, and where things are written."""
         a, config = self.args, asdict(self.config)
         del config["limits"]["sandbox"]  # it belongs to the machine
-        handed = [spec for spec in (*split(a.tasks), *split(a.reward))
-                  if handed_in.is_path(spec)]
+        scorer = handed_in.scorer(a.reward or "")
+        handed = [spec for spec in (*split(a.tasks), scorer) if handed_in.is_path(spec)]
         paths = {spec: re.sub(r"\.py:.*", ".py", spec) for spec in handed}
+        files = {spec: digest(Path(path).read_bytes()) for spec, path in paths.items()}
+        if scorer.startswith("judge:"):
+            files[scorer] = ""
         names = "model api api_model split seed temperature top_p".split()
         return {**{name: getattr(a, name) for name in names},
                 "policy": self.root, "children": self.below, "config": config,
                 "weights": self.model and digest_of_weights(a.model),
                 "data": a.data and digest(Path(a.data).read_bytes()),
-                "files": {spec: digest(Path(path).read_bytes())
-                          for spec, path in paths.items()} or None}
+                "files": files or None}
 
     # --- the run --------------------------------------------------------------------------
 

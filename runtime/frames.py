@@ -22,6 +22,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -111,12 +112,16 @@ def read_query(data: bytes) -> tuple[int, str, list[str], list | None]:
     return number, kind, prompts, contexts
 
 
-def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
+def json_value(value: Any, above: tuple[int, ...] = (),
+               left: Iterator | None = None) -> Any:
     """`value` as JSON has it: a set, a range or an array becomes a list, a dataclass a
     dict, a number of numpy a number. What JSON cannot say, or is too deep, becomes its str.
 
-    Raises TypeError for a generator: to read it would use it up."""
+    `left` is asked for one item per value; ValueError if it has none left. Raises TypeError
+    for a generator, as to read it would use it up, and for what has no str."""
     # `above`: the ids of the containers around it. A cycle ends at its first repetition.
+    if left is not None and next(left, None) is None:
+        raise ValueError("it has too many items")
     if value is None or isinstance(value, (str, float, bool)):
         return value
     if isinstance(value, int) and value.bit_length() < 10_000:  # Python prints no larger
@@ -127,16 +132,19 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     if len(above) < DEPTH and id(value) not in above:
         above = (*above, id(value))
         if hasattr(type(value), "tolist"):  # numpy's; its str leaves the middle out
-            return json_value(value.tolist(), above)
+            if left is not None and getattr(value, "size", 0) > length_hint(left):
+                raise ValueError("it has too many items")
+            return json_value(value.tolist(), above, left)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = dataclasses.fields(value)
             value = {field.name: getattr(value, field.name) for field in fields}
         if isinstance(value, Mapping):
-            return {as_text(key): json_value(item, above) for key, item in value.items()}
+            return {as_text(key): json_value(item, above, left)
+                    for key, item in value.items()}
         if isinstance(value, (set, frozenset)):
             value = in_order(value)
         if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
-            return [json_value(item, above) for item in value]
+            return [json_value(item, above, left) for item in value]
     return as_text(value)
 
 
@@ -151,5 +159,6 @@ def in_order(values: Iterable) -> list:
 def as_text(value: Any) -> str:
     try:
         return str(value)
-    except Exception:
-        return "<unprintable>"
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"a {kind} without a str is no value: {error}") from None

@@ -22,8 +22,8 @@ class HandedInError(ValueError):
 
 
 def is_path(spec: str) -> bool:
-    """Whether a specification means a file; otherwise it is a NAME of ours."""
-    return ".py" in spec or "/" in spec
+    """Whether a specification means a file; otherwise it is a NAME of ours, or a judge."""
+    return not spec.startswith("judge:") and (".py" in spec or "/" in spec)
 
 
 def load_file(path: str) -> ModuleType:
@@ -129,6 +129,14 @@ def load_reward(spec: str) -> Callable:
         return float(value)
 
     return checked
+
+
+def scorer(spec: str) -> str:
+    """What the scores of a reward depend on: of a judge its model, not where it is."""
+    if not spec.startswith("judge:"):
+        return spec
+    parts = spec.removeprefix("judge:").split(",")
+    return "judge:" + ",".join(part for part in parts if part.startswith("model="))
 
 
 def _ours(name: str) -> str:

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-from runtime import checkpoint
+from runtime import checkpoint, handed_in
 from runtime.files import read_json, write_json
 from runtime.flags import flag
 from runtime.parallel import World
 from runtime.stop import Stop, Stopped
 from runtime.track import tracker
+from tree import Unscored
 
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due, whatever --save-every says
 
@@ -156,7 +157,10 @@ class Run:
         flags, path = asdict(self.config), self.path("run.json")
         for name, before in read_json(path).items():
             now = flags.get(name, BUILT_IN.get(name, before))
-            if now != before and name not in MAY_CHANGE:
+            same = now == before
+            if name == "reward":
+                same = handed_in.scorer(now) == handed_in.scorer(before)
+            if not same and name not in MAY_CHANGE:
                 raise ValueError(f"{path}: {name} is {before!r}; a resumed run cannot "
                                  f"change it to {now!r}")
 
@@ -195,6 +199,18 @@ class Run:
     def metrics(self) -> list[dict]:
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             return [json.loads(line) for line in file]
+
+    def ask(self, coroutine):
+        """What the coroutine returns; None if a signal came. What ends it on one rank is
+        raised on all, where weights and counters agree, and everything can be saved."""
+        done, error = None, None
+        try:
+            done = self.stop.run(coroutine)
+        except (Unscored, handed_in.HandedInError) as raised:
+            error = raised
+        for error in filter(None, self.gather(error)):
+            raise error
+        return done
 
     def gather(self, value) -> list:
         """The value of every rank. Raises Stopped on all of them if one was told to stop,

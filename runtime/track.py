@@ -8,24 +8,38 @@ import sys
 from collections.abc import Callable
 
 
-def tracker(name: str, out: str, number: str, flags: dict) -> Callable[[dict], None]:
-    """`track(row)` for lines of metrics.jsonl. `number` is the run's own, also after
-    --resume. Raises ValueError without the package."""
-    if name == "none":
-        return lambda row: None
+def check(name: str) -> None:
+    """Raises ValueError if the package of that name is missing."""
     try:
-        track = {"tensorboard": tensorboard, "wandb": wandb}[name](out, number, flags)
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+        elif name == "wandb":
+            import wandb
     except ImportError as error:
         raise ValueError(
             f"--track {name} needs a package: pip install {name} ({error})") from None
-    broken = []
+
+
+def tracker(name: str, out: str, number: str, flags: dict) -> Callable[[dict], None]:
+    """`track(row)` for lines of metrics.jsonl. `number` is the run's own, also after
+    --resume. What goes wrong is said once, and then nothing is sent any more."""
+    if name == "none":
+        return lambda row: None
+    tracks = []
+
+    def begin_or_send(row: dict) -> None:
+        if not tracks:
+            begin = {"tensorboard": tensorboard, "wandb": wandb}[name]
+            tracks.append(begin(out, number, flags))
+        tracks[0](row)
 
     def careful(row: dict) -> None:
+        if None in tracks:
+            return
         try:
-            if not broken:
-                track(row)
+            begin_or_send(row)
         except Exception as error:
-            broken.append(error)
+            tracks.append(None)
             print(f"--track {name}: {error!r}; the run goes on without it", file=sys.stderr)
 
     return careful
@@ -59,6 +73,8 @@ def wandb(out: str, number: str, flags: dict) -> Callable[[dict], None]:
 
 
 def numbers(row: dict) -> dict[str, float]:
-    """The numbers of a line, under its phase: {"grpo/reward": 0.5}."""
-    return {f"{row['phase']}/{name}": value for name, value in row.items()
-            if isinstance(value, (int, float)) and name not in ("step", "phase")}
+    """The numbers of a line, under its phase, {"grpo/reward": 0.5}, or the name of an
+    evaluation, {"heldout_4x/score": 0.5}."""
+    group = row.get("name", row["phase"])
+    return {f"{group}/{name}": value for name, value in row.items()
+            if isinstance(value, (int, float)) and name != "step"}

@@ -34,7 +34,9 @@ def search(text, keyword, window=300, bidirectional=True):
     dict, with the passages of those papers that have some.
 
     `window` characters before (if bidirectional) and after it count; passages that overlap
-    are joined."""
+    are joined. A list of papers is a dict of their numbers."""
+    if isinstance(text, list):
+        text = dict(enumerate(text))
     if isinstance(text, dict):
         found = {i: search(t, keyword, window, bidirectional) for i, t in text.items()}
         return {i: passages for i, passages in found.items() if passages}
@@ -76,7 +78,7 @@ TOOLS = (list_papers, get_paper_abstract, search, extract_section)
 def check_names(tools: Iterable[Callable]) -> None:
     """Raises ValueError for a tool without a name that code can call, or with a name that
     is taken."""
-    taken = set(BUILTINS)
+    taken = {*BUILTINS, *PURE, *dir(builtins)}  # others need them
     for tool in tools:
         name = getattr(tool, "__name__", "")
         if not callable(tool) or not name.isidentifier():
@@ -126,7 +128,8 @@ def free_names(function: Callable) -> set[str]:
     """The names that a function needs and that neither itself, nor Python's builtins, nor
     imports of PURE modules define."""
     definition = definition_of(function)
-    used, known = set(), set(dir(builtins)) - NOT_PURE
+    # Where its file has its own `sum`, that is what it means.
+    used, known = set(), set(dir(builtins)) - NOT_PURE - function.__globals__.keys()
     for node in ast.walk(definition):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else known).add(node.id)

@@ -16,7 +16,7 @@ from lab.api import API, Account, APIError, Stop, Unavailable, Unreachable
 from rlm import RLMConfig, rollout
 from tasks import Task
 from test_eval import command as evaluate  # noqa: F401 (a fixture)
-from tree import Node, Turn
+from tree import Node, Refused, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ["429", "500", "cut", "malformed", "long"] * 2 + ["stall"] + ["ok"] * 5
@@ -208,11 +208,32 @@ def test_a_request_that_the_server_refuses_is_an_error_in_its_slot(stub, method,
     assert [node.end for node in root.children] == ["text", "refused", "text"]
 
 
-def test_a_server_that_has_served_nothing_refuses_for_everybody(stub):
-    server = stub(says="x", refuse="question")
+def test_a_server_that_serves_nothing_refuses_for_everybody(stub):
+    """Of one that has served nothing yet a short request tells."""
     task = Task("t", "question", "the question", "the context")
+    server = stub(says="x", refuse="e")
     with pytest.raises(APIError, match="status 400"):
         asyncio.run(rollout(task, API(server.url, "m", Account()), None, RLMConfig()))
+    server = stub(says="x", refuse="question")
+    account = Account()
+    root = asyncio.run(rollout(task, API(server.url, "m", account), None, RLMConfig()))
+    assert root.end == "refused" and account.tokens == 3  # "Say hello." and "x"
+
+
+def test_a_resumed_run_refuses_what_the_first_one_refused(stub):
+    server = stub(says="x", refuse="BAD")
+    first = Account()
+
+    async def go(account, *texts):
+        policy = API(server.url, "m", account)
+        return [await policy(node(text), 5, ()) for text in texts]
+
+    asyncio.run(go(first, "good"))
+    asked = len(server.log())
+    again = Account(paid=first.paid)
+    with pytest.raises(Refused):
+        asyncio.run(go(again, "good", "BAD"))
+    assert len(server.log()) == asked + 1 and again.tokens == 0
 
 
 def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
@@ -231,6 +252,8 @@ def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
     assert "The question?" in page and "\\u001b[2Jseen" in page
 
     for flags, says in ((("--api", server.url), "--api-model NAME"),
+                        (("--api", server.url, "--api-model", "m", "--html",
+                          tmp_path / "none/x.html"), "no such folder"),
                         (("--api", "ftp://h", "--api-model", "m"), "ftp://h")):
         done = subprocess.run(
             [sys.executable, "rlm.py", *flags, "q", "README.md"], cwd=ROOT,
@@ -305,6 +328,65 @@ def ask(replies, times=1, **options):
         finally:
             server.close()
     return asyncio.run(go()), got
+
+
+@pytest.mark.parametrize("usage, sampled, dollars", [
+    (None, 0, 0.0), ({"prompt_tokens": None, "completion_tokens": 2}, 2, 2.0),
+    ({"prompt_tokens": 7, "completion_tokens": 3000,
+      "completion_tokens_details": {"reasoning_tokens": 2996}}, 3000, 3000.0)])
+def test_what_a_server_counts(usage, sampled, dollars):
+    """A thought is paid for; what was said is not cut for it. `None` is no number."""
+    content = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    choices = [{"message": {"content": content}, "finish_reason": "stop"}]
+    (done,), _ = ask([http({"choices": choices, "usage": usage})], price=(0.0, 1e6))
+    assert (done.text, done.stop) == ("hi", "stop")
+    assert (done.usage["sampled"], done.usage["dollars"]) == (sampled, dollars)
+
+
+def test_a_model_that_takes_no_temperature_is_asked_without(monkeypatch):
+    monkeypatch.setattr(api, "BACKOFF", 1e-4)
+    refusal = http({"error": {"message": "Unsupported value: 'temperature'"}}, "400 No")
+    (done,), got = ask([refusal, http(GOOD)])
+    assert done.text == "hi" and ["temperature" in body for body in got] == [True, False]
+
+
+def test_a_server_that_serves_may_forbid_one_request(stub):
+    (one, two), _ = ask([http(GOOD), http({}, "403 No")], times=2,
+                        account=Account(at_once=1))
+    assert one.text == "hi" and isinstance(two, Refused)
+
+
+def test_nobody_waits_for_a_reply_that_drips_or_never_comes():
+    """The program ends at once, and a reply has to be whole in time."""
+    code = '''
+import asyncio, sys, time
+from lab.api import API, Account, APIError
+from tree import Node, Refused, Turn
+
+async def drip(reader, writer):
+    writer.write(b"HTTP/1.1 200 OK\\r\\n\\r\\n")
+    while True:
+        writer.write(b" ")
+        await asyncio.sleep(0.1)
+
+async def go():
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    policy = API(url, "m", Account(), timeout=60)
+    node = Node(kind="llm")
+    node.add(Turn("user", "x"))
+    try:
+        await asyncio.wait_for(policy(node, 5, ()), 0.5)
+    except TimeoutError:
+        print("given up")
+    server.close()
+    sys.stdout.flush()
+
+asyncio.run(go())
+'''
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
+                          text=True, timeout=30)
+    assert done.stdout == "given up\n", done
 
 
 @pytest.mark.parametrize("raw", [

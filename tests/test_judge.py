@@ -4,11 +4,14 @@ import json
 
 import pytest
 
+import train
+from conftest import SHORT, command as train_with
 from lab import judge
 from rlm import RLMConfig, collect
 from runtime.handed_in import HandedInError, load_reward
 from tasks import Task
 from test_api import stub  # noqa: F401 (a fixture)
+from test_eval import command as evaluate  # noqa: F401 (a fixture)
 from tree import Completion, Unscored
 
 TASK = Task("t", "question", "Which city?", "the context", "Oslo")
@@ -18,14 +21,17 @@ TASK = Task("t", "question", "Which city?", "the context", "Oslo")
     ("8", 0.8), ("Score: 8", 0.8), ("**8/10**", 0.8), ("Score: **7.5** / 10", 0.75),
     ("10/10", 1.0), ("It has 3 of 4 parts.\n\nScore: 6.", 0.6), ("score: 0", 0.0),
     ("### Score: 9/10", 0.9), ("`4`", 0.4), ("8 out of 10", 0.8),
-    ("Score: 1 out of 10.", 0.1),
+    ("Score: 1 out of 10.", 0.1), ("8/10\n\n", 0.8), ("\n\n8/10", 0.8),
+    ("Score: 8 (good)", 0.8), ("Score = 8", 0.8), ("Score: [[8]]", 0.8),
+    ("Rating: 8/10", 0.8), ("Score\uff1a8", 0.8), ("I would say 8/10.", 0.8),
     ("Score: 2\n\nNote: the reference lists 7 cities.", 0.2), ("Score: 3\nScore: 4", 0.4)])
 def test_what_a_judge_says(reply, reward):
     assert judge.read(reply) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize("reply", [
-    "", "good", "11", "Score: -", "8/100 or so", "v2.x", "3 (out of 10)", "Score: 11",
+    "", "good", "11", "Score: -3", "The score is in the range of 5", "18/10",
+    "0.5.8/10", "Score: -", "8/100 or so", "v2.x", "3 (out of 10)", "Score: 11",
     "2/10. It has 1 of 5 parts.", "The answer names 9\nof 10 cities."])
 def test_a_reply_without_a_score_is_no_score(reply):
     with pytest.raises(Unscored, match="no score from 0 to 10"):
@@ -118,6 +124,17 @@ def test_what_cannot_be_judged_is_lost_and_not_scored(stub, monkeypatch):
         asyncio.run(judge.judge(f"model=m,url={server.url}")(TASK, "Oslo"))
 
 
+def test_an_answer_that_no_judge_reads_scores_nothing(stub):
+    """Neither is the machine's failure: the policy wrote them."""
+    server = stub(says="8", refuse="BAD")
+    score = load_reward(spec(server))
+    assert asyncio.run(score(TASK, "BAD")) == 0.0  # before it has served anybody, too
+    assert asyncio.run(score(TASK, "good")) == 0.8
+    assert asyncio.run(score(TASK, "BAD")) == 0.0
+    asked = len(server.log())
+    assert asyncio.run(score(TASK, "x" * 30_000)) == 0.0 and len(server.log()) == asked
+
+
 def test_what_cannot_get_better_ends_the_run(stub, monkeypatch):
     server = stub(says="8")
     with pytest.raises(HandedInError, match="budget of 50 tokens is used up"):
@@ -133,3 +150,58 @@ def test_what_cannot_get_better_ends_the_run(stub, monkeypatch):
 def test_a_wrong_spec_is_one_line(wrong):
     with pytest.raises(ValueError, match="judge:|http"):
         load_reward(wrong)
+
+
+def test_a_judge_scores_in_evaluation_and_a_resumed_one_has_the_same_model(
+        stub, evaluate, monkeypatch, tmp_path):
+    server = stub(says="8")
+    monkeypatch.chdir(tmp_path)
+    flags = "--policy", "oracle", "--tasks", "niah", "--n", 1, "--json", "r.json"
+    message, table = evaluate(*flags, "--reward", spec(server))
+    assert message is None and "0.800" in table and len(server.log()) == 1
+    assert evaluate(*flags, "--resume", "--reward", spec(server, ",tokens=99"))[0] is None
+    other = spec(server).replace("=m,", "=n,")
+    assert "model=n" in evaluate(*flags, "--resume", "--reward", other)[0]
+
+
+DOWN = """
+import itertools, os
+from tree import Unscored
+values = itertools.cycle([0.0, 0.8])  # half of the answers are worth nothing
+
+def score(task, answer):
+    if os.path.exists("down"):
+        raise Unscored("the judge is gone")
+    return next(values)
+"""
+
+
+def test_a_run_whose_judge_is_gone_keeps_all_its_steps(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "down.py").write_text(DOWN)
+    steps, optimizer_step = [], train.Trainer.optimizer_step
+
+    def step(trainer, *args):
+        if trainer.run.state["phase"] == "grpo":
+            steps.append(trainer.run.state["step"])
+            if len(steps) == 1:
+                (tmp_path / "down").touch()
+        return optimizer_step(trainer, *args)
+
+    monkeypatch.setattr(train.Trainer, "optimizer_step", step)
+    flags = [*SHORT, "--out", tmp_path / "a", "--steps", "2", "--reward", "down.py"]
+    assert "the judge is gone" in train_with(train, monkeypatch, *flags)
+    assert steps == [0]
+    (tmp_path / "down").unlink()
+    assert train_with(train, monkeypatch, *flags, "--resume") is None
+    assert steps == [0, 1]
+
+
+def test_a_resumed_run_may_find_the_same_judge_elsewhere(monkeypatch, tmp_path):
+    where = "judge:model={},url=http://localhost:{}/v1"
+    flags = [*SHORT, "--out", tmp_path / "a", "--steps", "0", "--heldout", "1", "--reward"]
+    monkeypatch.setattr(judge, "ask", lambda *args: asyncio.sleep(0, 0.5))
+    assert train_with(train, monkeypatch, *flags, where.format("m", 1)) is None
+    assert train_with(train, monkeypatch, *flags, where.format("m", 2), "--resume") is None
+    message = train_with(train, monkeypatch, *flags, where.format("n", 1), "--resume")
+    assert "reward is" in message

@@ -186,6 +186,7 @@ def test_final_in_a_thread():
 
 @pytest.mark.parametrize("argument, answer", [
     ("'x'", 1), ("x", 1), ("[x, z]", [1, "two words"]), ("'z'", "two words"),
+    ("' x'", 1), ("'\"x\"'", 1),
     ("z", "two words"), ("word", "word"), ("'word ' + z", "word two words")])
 def test_final_var(argument, answer):
     """The name of a variable, or the value itself, as published prompts have both."""
@@ -219,6 +220,14 @@ def test_a_value_is_answered_as_what_it_means(code, answer):
 def test_a_generator_is_refused_with_what_to_do(code):
     for call in (f"FINAL({code})", f"rlm_query('q', {code})"):
         assert "is not a value yet: make it a list" in run(call)[0].error
+
+
+@pytest.mark.parametrize("code", ["10 ** 5000", "deep", "{'a': Odd()}"])
+def test_what_cannot_be_said_is_refused(code):
+    before = ("deep = []\nfor _ in range(5000): deep = [deep]\n"
+              "class Odd:\n    def __str__(self): raise ValueError('no')\n")
+    for call in (f"FINAL({code})", f"rlm_query('q', {code})"):
+        assert "is no value" in run(before + call)[0].error
 
 
 def test_a_draft_of_the_answer_comes_with_every_result():

@@ -18,7 +18,7 @@ import pytest
 import rlm
 import tasks
 from repl import BUILTINS, Limits, REPLError
-from rlm import RLMConfig, collect, observation, opening, parse, rollout
+from rlm import RLMConfig, collect, observation, opening, parse, rollout, spoken
 from runtime.repl_server import Handle
 from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import can_travel
@@ -259,6 +259,9 @@ def test_only_complete_blocks_are_code(text, blocks):
     ("<think>\n```repl\na\n```\n</think>\n\nDone.", []),
     ("<think>\n```repl\na\n```\n", []),  # it does not end
     ("```repl\na\n```\n<think>\n```repl\nb\n```\n", ["a\n"]),
+    ("Okay.\n<think>hm</think>\n```repl\na\n```", ["a\n"]),
+    ("Okay.\n<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", ["b\n"]),
+    ("I use no <think> here.\n```repl\na\n```", ["a\n"]),
     # A message that does not begin with a thought has none.
     ("```repl\nx = '<think>'\n```\n```repl\ny\n```", ["x = '<think>'\n", "y\n"]),
     ("```repl\nx = s.split('</think>')\n```", ["x = s.split('</think>')\n"]),
@@ -266,9 +269,9 @@ def test_only_complete_blocks_are_code(text, blocks):
 def test_what_is_in_a_thought_is_no_code(text, blocks):
     assert parse(text)[0] == blocks
     if text.startswith("<think>"):  # where the prompt opens it, the message only ends it
-        assert parse(text.removeprefix("<think>"), in_thought=True)[0] == blocks
-    else:
-        assert parse(text, in_thought=True)[0] == []
+        assert parse(spoken(text.removeprefix("<think>"), in_thought=True))[0] == blocks
+    elif "\n</think>" not in text and "</think>\n" not in text:
+        assert parse(spoken(text, in_thought=True))[0] == []
 
 
 class Thinker:
@@ -538,6 +541,28 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
         assert window - 200 < used < window  # a message of 100 tokens would still fit
 
 
+@pytest.mark.parametrize("window", [32_000, 1600])
+def test_an_error_is_shown_however_much_was_printed(tiny, window):
+    """The first messages print more than is shown; the second one in its second block."""
+    first, second = block("print('x' * 9000); 1 / 0"), block("print('y' * 5000)")
+    second += "\n" + block("print('z' * 7000)") + "\n" + block("FINAL(nothing)")
+    root = run({(): [first, second, block("FINAL(1)")]}, tokenizer=tiny, window=window,
+               turn_tokens=100, limits=Limits(output_chars=8000))
+    one, *more = seen(root)
+    assert "ZeroDivisionError" in one and "xxx" in one and "characters cut" in one
+    if window == 32_000:
+        assert "z" * 2999 + "\n... [4002 characters cut]" in more[0]
+        assert "NameError" in more[0] and root.answer == 1
+
+
+def test_a_thought_that_a_servers_prompt_has_opened_is_no_code():
+    said = f"First {block('FINAL(0)')}\nNo.\n</think>\n\n"
+    assert run({(): said + block("FINAL(llm_query('q'))"), "*": said + "fine"},
+               tokenizer=None).answer == "fine"
+    # Behind a line's beginning it is code.
+    assert run({(): block("FINAL('</think>')")}, tokenizer=None).answer == "</think>"
+
+
 def test_a_node_ends_with_window_where_not_even_the_question_fits(tiny):
     says = {(): [block("print('word ' * 1500)"), block("FINAL(1)")]}
     whole = run(says, tokenizer=tiny)
@@ -792,9 +817,74 @@ def test_tools_of_the_caller():
         assert line in system
 
 
+def named_as(name):
+    def tool():
+        return 0
+
+    tool.__name__ = name
+    return tool
+
+
+def ascii(rows, axis):
+    """Not Python's."""
+    return [axis, *rows]
+
+
+def uses_its_own(rows):
+    return ascii(rows, axis=7)
+
+
+def test_a_tool_means_what_its_own_file_means():
+    assert with_tools("FINAL(uses_its_own([1]))", [uses_its_own]).answer == [7, 1]
+
+
+@pytest.mark.parametrize("number", [10 ** 12, 10 ** 5])
+def test_a_large_value_of_a_tool_stops_nobody(number):
+    class Tools:
+        def numbers(self):
+            return range(number)
+
+        async def later(self):
+            return range(number)
+
+    class Odd(Exception):
+        def __str__(self):
+            raise ValueError("no")
+
+    def odd():
+        raise Odd
+
+    code = ("said = []\nfor call in (numbers, later, odd):\n"
+            "    try: call()\n    except RuntimeError as error: said.append(str(error))\n"
+            "FINAL(said)")
+    root = with_tools(code, [Tools().numbers, Tools().later, odd],
+                      limits=Limits(answer_chars=20_000))
+    one, two, three = root.answer
+    assert "too many items" in one and "too many items" in two and three == "odd: Odd"
+
+
+def test_of_asynchronous_tools_too_sixteen_run_at_a_time():
+    running, most = 0, 0
+
+    async def busy():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    code = ("import threading\n"
+            "threads = [threading.Thread(target=busy) for _ in range(40)]\n"
+            "for t in threads: t.start()\nfor t in threads: t.join()\nFINAL(1)")
+    assert with_tools(code, [busy]).answer == 1
+    assert most == 16
+
+
 @pytest.mark.parametrize("tools, why", [
     ([lambda x: x], "no tool"), ([3], "no tool"), ([plain, plain], "plain: that name is"),
-    ([tasks.in_repl.search], "search: that name is taken")])
+    ([tasks.in_repl.search], "search: that name is taken"),
+    ([named_as("re")], "re: that name is taken"),
+    ([named_as("print")], "print: that name is taken")])
 def test_tools_that_are_none_or_whose_name_is_taken_are_refused(tools, why):
     with pytest.raises(ValueError, match=why):
         with_tools("1", tools)

@@ -225,6 +225,7 @@ TIDES = "A tide came. A tide went. Quiet now. A tide came."
     ("By Inan.", ("İNAN", 0), ["By Inan."]),
     # over a dict of papers: those that have some
     ({"a": TIDES, "b": FIVE, "c": ""}, ("WORD", 0), {"b": ["Three WORD three."]}),
+    ([TIDES, FIVE], ("WORD", 0), {1: ["Three WORD three."]}),
 ])
 def test_what_a_search_finds(text, asked, passages):
     assert search(text, *asked) == passages

@@ -4,10 +4,12 @@ import types
 
 import pytest
 
-from runtime.track import tracker
+import train
+from conftest import SHORT, command
+from runtime.track import check, tracker
 
 ROW = {"phase": "grpo", "step": 3, "reward": 0.5, "rows": 7, "ends": {"final": 2},
-       "worse": None, "name": "x", "elapsed": 1.5}
+       "worse": None, "task": "x", "elapsed": 1.5}
 
 
 def test_nothing_is_tracked_unless_asked_for():
@@ -61,7 +63,36 @@ def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
 def test_a_package_that_is_not_there_is_one_line(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"--track {name} needs a package: pip install"):
-        tracker(name, "out", "1", {})
+        check(name)
+
+
+def test_a_missing_package_is_noticed_before_a_directory_is_emptied(
+        monkeypatch, tmp_path, capsys):
+    (tmp_path / "best").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    flags = "--out", tmp_path, "--overwrite", "--track", "wandb"
+    assert "pip install wandb" in command(train, monkeypatch, *flags)
+    assert (tmp_path / "best").exists()
+
+
+def test_every_row_of_a_run_is_sent(monkeypatch, tmp_path, capsys):
+    sent = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            pass
+
+        def log(self, row):
+            sent.append(row)
+
+    wandb = types.SimpleNamespace(init=lambda **options: Run())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    command(train, monkeypatch, *SHORT, "--out", tmp_path / "a", "--track", "wandb")
+    names = {name for row in sent for name in row}
+    assert {"warmup/loss", "grpo/reward", "heldout_warmup/score", "heldout_final/score",
+            "heldout_16x/score"} <= names
+    assert all("step" in row for row in sent)
+    assert "goes on without" not in capsys.readouterr().err
 
 
 def test_a_run_goes_on_if_its_metrics_cannot_be_sent(monkeypatch, capsys):
