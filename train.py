@@ -449,7 +449,8 @@ class Trainer:
             run.maybe_save(config.save_every)
         if silent == PATIENCE:
             print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
-                  "no node had an advantage, so there was nothing to learn from")
+                  "no node had an advantage, so there was nothing to learn from; if the "
+                  "reward fell at once before that, a lower --lr may help")
 
     def collect(self, step: int) -> list[Rollout]:
         """The trees of a step. Each rank samples those of its share of the questions, then
