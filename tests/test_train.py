@@ -22,7 +22,7 @@ import rlm
 import tasks
 import train
 from grpo import WATCHED
-from model import Qwen3
+from model import Qwen3, Qwen3Config
 from runtime import checkpoint, plan
 from runtime.flags import parse
 from runtime.parallel import World
@@ -33,6 +33,7 @@ from tree import Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
+QWEN = ROOT.parent / "shared" / "qwen3-4b-base"
 
 
 def weights(path):
@@ -581,6 +582,28 @@ def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
     assert command(train, monkeypatch, *SHORT, "--task", "deep", "--method", "rlm1",
                    "--model", out / "warmup", "--warmup-steps", 0, "--out", again) is None
     assert rlm.RLMConfig.load(str(again / "final" / "rlm.json")).max_depth == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QWEN.exists(), reason="needs the vocabulary of Qwen3")
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", 16)], ids=["full", "lora"])
+def test_a_pretrained_miniature_with_full_prompts_at_4096_tokens(
+        tmp_path, monkeypatch, capsys, flags):
+    """Qwen3's own vocabulary and a context of 4,096 tokens, which random weights fill."""
+    shape = Qwen3Config(151_936, 64, 128, 2, 4, 2, 16, max_position_embeddings=4096)
+    Qwen3(shape).save_pretrained(str(tmp_path / "mini"))
+    Tokenizer.from_pretrained(str(QWEN)).save(str(tmp_path / "mini"))
+    (tmp_path / "odd.py").write_text(
+        "import itertools\nvalues = itertools.cycle([0.0, 1.0])\n\n"
+        "def score(task, answer):\n    return next(values)\n")
+    assert command(
+        train, monkeypatch, "--model", tmp_path / "mini", "--data", DATA, "--out",
+        tmp_path / "run", "--reward", tmp_path / "odd.py", "--steps", 2, "--questions", 2,
+        "--group", 2, *flags) is None
+    assert "full prompts, a window of 4,096 tokens" in capsys.readouterr().out
+    steps = [row for row in lines(tmp_path / "run") if row["phase"] == "grpo"]
+    assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
+    assert all(row["tokens"] > 2000 and row["largest_gap"] < 1e-2 for row in steps)
 
 
 @pytest.mark.slow
