@@ -42,7 +42,8 @@ from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
 from runtime import checkpoint, handed_in, metrics, parallel, plan, track
-from runtime.device import DEVICE, TYPES, compute_dtype
+from runtime.device import (DEVICE, TYPES, compute_dtype, give_back_memory,
+                            memory_used)
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, facts, flags_of_run
@@ -442,11 +443,12 @@ class Trainer:
             self.show(rollouts, stats.metrics() | {
                 "loss": loss, "grad_norm": norm, "rows": len(rows), "sample_s": seconds,
                 "repl_s": max(0.0, sampled - begin - seconds),
-                "update_s": time.monotonic() - sampled,
+                "update_s": time.monotonic() - sampled, "memory_gb": memory_used() / 1e9,
                 "wait_s": [round(s, 3) for s in world.gather(world.waited - waited)]})
             if config.eval_every and run.state["step"] % config.eval_every == 0:
                 self.keep_best()
             run.maybe_save(config.save_every)
+            give_back_memory()
         if silent == PATIENCE:
             print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
                   "no node had an advantage, so there was nothing to learn from; if the "

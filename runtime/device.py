@@ -1,4 +1,6 @@
 """What a run computes on, and in which type."""
+import contextlib
+import ctypes
 import os
 
 import torch
@@ -7,6 +9,21 @@ from runtime import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def memory_used() -> int:
+    """Bytes: on a GPU the most that tensors took so far, else what the process holds."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_memory() -> None:
+    """Let glibc return what was freed. It keeps free blocks that lie between others, so a
+    run of an hour grew to twice its plan, and ran out of memory."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def compute_dtype(path: str = "") -> torch.dtype:
