@@ -285,8 +285,12 @@ class Trainer:
         with run.stop:
             try:
                 final = self.learn()
-            except (Stopped, Unscored, handed_in.HandedInError):
+            except Stopped:
                 run.save_checkpoint()
+                raise
+            except (Unscored, handed_in.HandedInError):
+                if run.has_learnt():  # otherwise it would only be in the way
+                    run.save_checkpoint()
                 raise
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
         self.report(final, gaps)

@@ -277,7 +277,7 @@ class API:
     def post(self, body: bytes) -> tuple[int, HTTPMessage, bytes]:
         """One request on a connection of its own -> status, header fields, body. Blocks."""
         asked = request.Request(self.endpoint, body, self.fields)
-        end, raw = time.monotonic() + self.timeout, b""
+        end, raw = time.monotonic() + self.timeout, bytearray()
         with self.opener.open(asked, timeout=self.timeout) as reply:
             while part := reply.read1(1 << 16):
                 raw += part
@@ -286,8 +286,8 @@ class API:
                 if len(raw) > MAX_REPLY:
                     raise ValueError(f"more than {MAX_REPLY:,} bytes")
             if reply.length:  # of what it announced, so much is missing
-                raise IncompleteRead(raw, reply.length)
-        return reply.status, reply.headers, raw
+                raise IncompleteRead(bytes(raw), reply.length)
+        return reply.status, reply.headers, bytes(raw)
 
     def read(self, raw: bytes, messages: list[dict], max_tokens: int) -> Completion:
         """A reply's text and usage. Raises ValueError if it is not the protocol."""

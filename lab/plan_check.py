@@ -11,12 +11,12 @@ glibc keeps blocks below 32 MB after they are freed, which adds up to 15 % at sh
 With MALLOC_MMAP_THRESHOLD_=1048576 in the environment the peak is what is really in use.
 """
 import argparse
-import ctypes
 import tempfile
 
 import torch
 
 from model import Qwen3, Qwen3Config
+from runtime.device import give_back_memory
 from runtime.plan import Plan
 from sampler import Sampler
 
@@ -34,7 +34,7 @@ def memory(field: str) -> int:
 
 def start_counting() -> int:
     """Start the peak afresh; returns what is in use now."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back_memory()
     before = memory("VmRSS")
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")

@@ -20,8 +20,8 @@ def memory_used() -> int:
 
 
 def give_back_memory() -> None:
-    """Let glibc return what was freed. It keeps free blocks that lie between others, so a
-    run of an hour grew to twice its plan, and ran out of memory."""
+    """Let glibc return what was freed. It keeps free blocks that lie between others: so a
+    run of an hour grew to twice its plan. docs/scale.md has the numbers."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -186,6 +186,9 @@ class Run:
         self.track = tracker(
             self.config.track, self.out, self.state["id"], asdict(self.config))
 
+    def has_learnt(self) -> bool:
+        return self.state["phase"] == "grpo" or self.state["step"] > 0
+
     # --- what it leaves -------------------------------------------------------------------
 
     def log(self, metrics: dict) -> None:

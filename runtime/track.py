@@ -3,6 +3,7 @@
 OUT/metrics.jsonl stays the truth: what is sent there is a copy of its numbers, and a run
 does not end because it cannot be sent. The package is imported when it is asked for.
 """
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -10,11 +11,10 @@ from collections.abc import Callable
 
 def check(name: str) -> None:
     """Raises ValueError if the package of that name is missing."""
+    packages = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
     try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-        elif name == "wandb":
-            import wandb
+        if name in packages:
+            importlib.import_module(packages[name])
     except ImportError as error:
         raise ValueError(
             f"--track {name} needs a package: pip install {name} ({error})") from None
@@ -23,26 +23,23 @@ def check(name: str) -> None:
 def tracker(name: str, out: str, number: str, flags: dict) -> Callable[[dict], None]:
     """`track(row)` for lines of metrics.jsonl. `number` is the run's own, also after
     --resume. What goes wrong is said once, and then nothing is sent any more."""
-    if name == "none":
-        return lambda row: None
-    tracks = []
-
-    def begin_or_send(row: dict) -> None:
-        if not tracks:
-            begin = {"tensorboard": tensorboard, "wandb": wandb}[name]
-            tracks.append(begin(out, number, flags))
-        tracks[0](row)
+    begin = {"none": nothing, "tensorboard": tensorboard, "wandb": wandb}[name]
+    track = None
 
     def careful(row: dict) -> None:
-        if None in tracks:
-            return
+        nonlocal track
         try:
-            begin_or_send(row)
+            track = track or begin(out, number, flags)
+            track(row)
         except Exception as error:
-            tracks.append(None)
             print(f"--track {name}: {error!r}; the run goes on without it", file=sys.stderr)
+            track = nothing()
 
     return careful
+
+
+def nothing(*_) -> Callable[[dict], None]:
+    return lambda row: None
 
 
 def tensorboard(out: str, number: str, flags: dict) -> Callable[[dict], None]:

@@ -143,9 +143,16 @@ def oracle(task: Task, node: Node) -> str:
     """The next message of a perfect policy. It may use how its questions are generated.
 
     Raises ValueError for a question from a file, and for a kind that has no oracle."""
+    return _call(task.kind, "oracle", generated(task), node)
+
+
+def generated(task: Task) -> Task:
+    """The task. Raises ValueError for one of a file, which scripts do not know how to
+    solve."""
     if not task.id.startswith(f"{task.kind}-"):
-        raise ValueError(f"{task.id}: the oracle knows generated questions only")
-    return _call(task.kind, "oracle", task, node)
+        raise ValueError(f"{task.id}: the oracle and the scripts know generated questions "
+                         "only")
+    return task
 
 
 def keyword(task: Task, node: Node) -> str:

@@ -11,7 +11,7 @@ import random
 from itertools import product
 
 from tasks.in_repl import TOOLS, block
-from tasks.text import CODAS, ONSETS, VOWELS, strings_in
+from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
 
 # A node has one message with room for one call, to two children at most.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,
@@ -56,7 +56,7 @@ def demonstrate(task, node, rng):
     """One of NODE_SCRIPTS. A plain completion reads a paragraph: it gives the right meaning
     of its word, or none."""
     shares = LEAF_SHARES if node.kind == "llm" else NODE_SHARES
-    name = rng.choices(list(shares), shares.values())[0]
+    name = pick(shares, rng)
     if name == "none":
         return "none"
     return translate(node) if name == "right" else block(NODE_SCRIPTS[name])

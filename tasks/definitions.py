@@ -19,7 +19,7 @@ import re
 import zlib
 
 from tasks.in_repl import TOOLS, block, script, word_of
-from tasks.text import characters, how_many, strings_in
+from tasks.text import characters, how_many, pick, strings_in
 
 __all__ = ["TOOLS"]
 
@@ -126,7 +126,7 @@ CHILD_SCRIPTS = {"read": 0.5, "first": 0.15, "same": 0.1, "echo": 0.15, "none": 
 
 def demonstrate(task, node, rng):
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
-    return strategy_code(task, node, rng.choices(list(scripts), scripts.values())[0])
+    return strategy_code(task, node, pick(scripts, rng))
 
 
 def strategy_code(task, node, name: str) -> str:

@@ -10,7 +10,7 @@ import re
 from tasks import Task
 from tasks.in_repl import TOOLS, block, script, sentences_with, word_of
 from tasks.text import (ADJECTIVES, NOUNS, POOL, characters, field, how_many,
-                        make_sentence, make_term, strings_in)
+                        make_sentence, make_term, pick, strings_in)
 
 STRATEGY = """\
 The context is a dict {paper id: text}. Return the sentences that answer the question, \
@@ -171,7 +171,7 @@ LOOK_FIRST = 0.25  # share of scripts that print something first and act in the 
 def demonstrate(task, node, rng):
     """A script of `strategy_code`, perhaps after a first turn that only prints."""
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
-    name = rng.choices(list(scripts), scripts.values())[0]
+    name = pick(scripts, rng)
     look = rng.random() < LOOK_FIRST
     if look and all(turn.role != "assistant" for turn in node.turns):
         return block("print(context[:40])" if node.depth else "print(len(context))")

@@ -15,7 +15,7 @@ notes from the place hold one of these.
 import re
 
 from tasks.in_repl import TOOLS, block, script, word_of
-from tasks.text import characters, how_many
+from tasks.text import characters, how_many, pick
 
 __all__ = ["TOOLS"]
 
@@ -120,7 +120,7 @@ CHILD_SCRIPTS = {"read": 0.5, "guess": 0.4, "look": 0.1}
 
 def demonstrate(task, node, rng):
     scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
-    name = rng.choices(list(scripts), scripts.values())[0]
+    name = pick(scripts, rng)
     return strategy_code(task, node, name, rng.choice(list(WORDS)))
 
 

@@ -12,10 +12,10 @@ from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 
-from tasks import Task
+from tasks import Task, generated
 from tasks.in_repl import PIECES, TOOLS, asked, block, first_hit, script
 from tasks.text import (ADJECTIVES, NOUNS, POOL, as_line, characters, field, how_many_fit,
-                        make_term)
+                        make_term, pick)
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do, and then counted, \
@@ -343,17 +343,6 @@ def digits_of(text: str, name: str) -> str:
     if name == "short":
         digits = digits[:-1]
     return "".join(digits)
-
-
-def generated(task) -> Task:
-    """The task. Raises ValueError for one of a file: the scripts cannot read such lines."""
-    if not task.id.startswith(f"{task.kind}-"):
-        raise ValueError(f"{task.id}: the scripts know generated questions only")
-    return task
-
-
-def pick(scripts: dict[str, float], rng) -> str:
-    return rng.choices(list(scripts), scripts.values())[0]
 
 
 keyword = first_hit

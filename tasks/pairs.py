@@ -4,11 +4,11 @@ Gold is [[id, id], ...]. The score is the F1 over unordered pairs. oolong makes 
 """
 import re
 
+from tasks import generated
 from tasks.in_repl import PIECES, TOOLS, asked, block, script, sentences_with, word_of
 from tasks.oolong import (CHILD_SCRIPTS, DAYS, LABELS, OPENERS, ROOT_SCRIPTS, day_code,
-                          digits_here, digits_of, generated, iso_date, labelled, pick,
-                          reading, records)
-from tasks.text import as_line, characters, field
+                          digits_here, digits_of, iso_date, labelled, reading, records)
+from tasks.text import as_line, characters, field, pick
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do; comparing users is \

@@ -36,6 +36,11 @@ def how_many(rng: random.Random, least: int, most: int) -> int:
     return round(least * (most / least) ** rng.random())
 
 
+def pick(shares: dict[str, float], rng: random.Random) -> str:
+    """One of the names, drawn by their shares."""
+    return rng.choices(list(shares), shares.values())[0]
+
+
 def make_term(rng: random.Random, heldout: bool = False) -> str:
     """Two made-up syllables. A fifth of the pairs is held out: never seen in training."""
     while True:

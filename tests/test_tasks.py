@@ -288,7 +288,7 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     assert tasks.keyword(task, Node())
     right = {"oolong": "incorrect", "evidence": ["Some text."]}.get(kind, gold)
     assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
-    with pytest.raises(ValueError, match="row-1: the oracle knows generated questions"):
+    with pytest.raises(ValueError, match="row-1: the oracle and the scripts know"):
         tasks.oracle(task, Node())
 
 

@@ -37,25 +37,25 @@ def test_numbers_go_to_tensorboard_under_their_phase(monkeypatch, tmp_path):
                     (folder, "grpo/elapsed", 1.5, 3), "flushed"]
 
 
-def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
-    sent = []
-
-    class Run:
-        def define_metric(self, name, step_metric):
-            pass
-
-        def log(self, row):
-            sent.append(row)
+def stand_in(monkeypatch, log) -> list[dict]:
+    """In place of wandb: log(row) gets the rows. Returns the options of its runs."""
+    begun = []
 
     def init(**options):
-        sent.append(options)
-        return Run()
+        begun.append(options)
+        return types.SimpleNamespace(define_metric=lambda *_, **__: None, log=log)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return begun
+
+
+def test_numbers_go_to_wandb_and_a_resumed_run_goes_on(monkeypatch):
+    sent = []
+    begun = stand_in(monkeypatch, sent.append)
     tracker("wandb", "runs/a/", "1f", {"lr": 1.0})(ROW)
-    assert sent[0] == {"project": "rlm", "name": "a", "id": "a-1f", "resume": "allow",
-                       "config": {"lr": 1.0}}
-    assert sent[1] == {"grpo/reward": 0.5, "grpo/rows": 7, "grpo/elapsed": 1.5, "step": 3}
+    assert begun == [{"project": "rlm", "name": "a", "id": "a-1f", "resume": "allow",
+                      "config": {"lr": 1.0}}]
+    assert sent == [{"grpo/reward": 0.5, "grpo/rows": 7, "grpo/elapsed": 1.5, "step": 3}]
 
 
 @pytest.mark.parametrize("name, module", [
@@ -77,16 +77,7 @@ def test_a_missing_package_is_noticed_before_a_directory_is_emptied(
 
 def test_every_row_of_a_run_is_sent(monkeypatch, tmp_path, capsys):
     sent = []
-
-    class Run:
-        def define_metric(self, name, step_metric):
-            pass
-
-        def log(self, row):
-            sent.append(row)
-
-    wandb = types.SimpleNamespace(init=lambda **options: Run())
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    stand_in(monkeypatch, sent.append)
     command(train, monkeypatch, *SHORT, "--out", tmp_path / "a", "--track", "wandb")
     names = {name for row in sent for name in row}
     assert {"warmup/loss", "grpo/reward", "heldout_warmup/score", "heldout_final/score",
@@ -96,15 +87,10 @@ def test_every_row_of_a_run_is_sent(monkeypatch, tmp_path, capsys):
 
 
 def test_a_run_goes_on_if_its_metrics_cannot_be_sent(monkeypatch, capsys):
-    class Run:
-        def define_metric(self, name, step_metric):
-            pass
+    def log(row):
+        raise OSError("no network")
 
-        def log(self, row):
-            raise OSError("no network")
-
-    wandb = types.SimpleNamespace(init=lambda **options: Run())
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    stand_in(monkeypatch, log)
     track = tracker("wandb", "out", "1", {})
     track(ROW)
     track(ROW)

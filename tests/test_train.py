@@ -614,3 +614,15 @@ def test_the_default_run_learns_to_delegate(tmp_path, monkeypatch):
     result = json.loads((out / "result.json").read_text())
     assert 0.10 <= result["heldout_warmup"] <= 0.45
     assert result["heldout_final"] >= 0.80  # of one seed
+
+
+def test_a_run_that_learnt_nothing_leaves_nothing_in_the_way(
+        short_run, monkeypatch, tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "def make(rng, tokens=None, heldout=False):\n    return 'q', 'c', 'a'\n"
+        "def oracle(task, node):\n    return '```repl\\nFINAL(1)\\n```'\n"
+        "def score(task, answer):\n    return 1 / 0\n")
+    flags = *SHORT, "--model", short_run / "init", "--out", tmp_path / "run"
+    assert "wrong.py" in command(train, monkeypatch, *flags, "--task", wrong)
+    assert command(train, monkeypatch, *flags) is None
