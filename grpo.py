@@ -23,9 +23,10 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y; 
 
 A batch goes through the functions from top to bottom: `advantages` (one per tree),
 `inherit` (a Credit per node), `node_weights` (the factors 1/k), `make_rows` (one per
-node), `micro_batches` and `collate` (packs of rows without padding, each row sees only
-itself), `policy_loss`. All weights are known before the first forward pass, so the loss
-depends neither on the packs nor on which rank computes them.
+node), `micro_batches` and `collate` (packs of rows without padding; each row sees only
+itself, and what rows begin with in common is computed once), `policy_loss`. All weights
+are known before the first forward pass, so the loss depends neither on the packs nor on
+which rank computes them.
 
 `credit` is the objective "grpo". Those of others are functions like it, and live in
 lab/objectives.py. Left out: a value function.
@@ -34,18 +35,20 @@ import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
 from runtime.flags import check, flag
+from runtime.prefixes import MOST_SEEN, by_prefix
 from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 STD_FLOOR = 1e-2  # added to the deviation, so that nearly equal rewards count little
 CLIP_LOW = 0.2  # ratios are clipped below 1 - CLIP_LOW; GRPO's value, and DAPO's
 TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
+WORTH_SHARING = 0.02  # rows stay together if they share this much of their tokens
 
 
 @dataclass(frozen=True)
@@ -196,40 +199,101 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     return rows
 
 
+@dataclass(frozen=True)
+class Family:
+    """Rows that begin alike, and are computed together."""
+    rows: list[Row]
+    size: float  # distinct tokens; more, if they see more than MOST_SEEN times as many
+    cost: float
+
+
+def families(rows: list[Row], limit: float, attention_cost: float) -> list[Family]:
+    """The rows in families of at most this size, or of one row. Rows that have too little
+    in common are left apart, because small families are easier to pack."""
+    order, shared = by_prefix([row.ids for row in rows])
+    rows = [rows[i] for i in order]
+    tokens = [0, *accumulate(len(row.ids) for row in rows)]
+    saved = [0, *accumulate(shared)]
+
+    def size(low: int, high: int) -> float:
+        seen = tokens[high] - tokens[low]
+        return max(seen - (saved[high] - saved[low + 1]), seen / MOST_SEEN)
+
+    def family(low: int, high: int) -> Family:
+        members = rows[low:high]
+        new = [len(row.ids) - n for row, n in zip(members, [0, *shared[low + 1:high]])]
+        cost = sum(n * (1 + attention_cost * len(row.ids)) for row, n in zip(members, new))
+        return Family(members, size(low, high), cost)
+
+    result, parts = [], [(0, len(rows))] if rows else []
+    while parts:
+        low, high = parts.pop()
+        if high - low == 1:
+            result.append(family(low, high))
+            continue
+        # Cut where neighbours have least in common, then join pieces up to the limit.
+        least = min(shared[low + 1:high])
+        cuts = [i for i in range(low + 1, high) if shared[i] == least]
+        pieces = dict.fromkeys(pairwise([low, *cuts, high]))
+        worth = least >= WORTH_SHARING * min(limit, size(low, high))
+        joined = []
+        for begin, end in pieces:
+            if joined and worth and size(joined[-1][0], end) <= limit:
+                begin, _ = joined.pop()
+            joined.append((begin, end))
+        result += [family(*part) for part in joined if part not in pieces]
+        parts += [part for part in joined if part in pieces]  # perhaps cut again
+    return result
+
+
 def micro_batches(rows: list[Row], max_tokens: int, attention_cost: float = 0.0,
                   rank: int = 0, ranks: int = 1) -> list[list[Row]]:
-    """This rank's share of the rows, as packs of at most max_tokens.
+    """This rank's share of the rows, as packs of at most max_tokens distinct tokens.
 
     A longer row is a pack of its own. Every rank gets the same number of packs, some empty
-    if rows are few. A row of T tokens costs T * (1 + attention_cost * T). At any time all
-    ranks work on packs of similar cost, so that none waits long for another."""
-    def tokens(pack: list[Row]) -> int:
-        return sum(len(row.ids) for row in pack)
+    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T. At any time
+    all ranks work on packs of similar cost, so that none waits long for another."""
+    def size(pack: list[Family]) -> float:
+        return sum(family.size for family in pack)
 
-    def cost(pack: list[Row]) -> float:
-        return sum(len(row.ids) * (1 + attention_cost * len(row.ids)) for row in pack)
+    def cost(pack: list[Family]) -> float:
+        return sum(family.cost for family in pack)
 
-    # The least number of packs. Two rows longer than half a pack cannot share one.
-    long_rows = sum(2 * len(row.ids) > max_tokens for row in rows)
-    needed = max(math.ceil(tokens(rows) / max_tokens), long_rows)
-    packs = [[] for _ in range(min(math.ceil(needed / ranks) * ranks, len(rows)))]
-    for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
-        with_room = [p for p in packs if not p or tokens(p) + len(row.ids) <= max_tokens]
+    def number(units: list[Family]) -> int:
+        """The least number of packs. Two larger than half a pack cannot share one."""
+        large = sum(2 * family.size > max_tokens for family in units)
+        needed = max(math.ceil(size(units) / max_tokens), large)
+        return math.ceil(needed / ranks) * ranks
+
+    units = families(rows, max_tokens, attention_cost)
+    if ranks > 1 and rows:  # so small that no rank is left without
+        limit = min(max_tokens, size(units) / number(units))
+        units = families(rows, limit, attention_cost)
+    packs = [[] for _ in range(min(number(units), len(units)))]
+    for family in sorted(units, key=lambda family: family.size, reverse=True):
+        with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
         if not with_room:
             packs.append([])
             with_room = packs[-1:]
-        min(with_room, key=cost).append(row)
+        min(with_room, key=cost).append(family)
 
     packs.sort(key=cost, reverse=True)
     packs += [[] for _ in range(-len(packs) % ranks)]
-    return packs[rank::ranks]
+    return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
 
 
-def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
+def distinct_tokens(rows: list[Row]) -> int:
+    """How many of their tokens have to be computed: equal beginnings count once."""
+    _, shared = by_prefix([row.ids for row in rows])
+    return sum(len(row.ids) for row in rows) - sum(shared)
+
+
+def collate(rows: list[Row], device) -> dict[str, Tensor | list[int] | int]:
     """The tensors of a pack. An empty one has a single token, with mask 0.
 
-    ids and mask are (1, T): rows one after another, whose lengths are in "lengths". The
-    others are (N,), one entry per sampled token, in the order of model.logprobs."""
+    ids and mask are (1, T): rows one after another, whose lengths are in "lengths";
+    "computed" is how many of the T tokens are computed. The others are (N,), one entry per
+    sampled token, in the order of model.logprobs."""
     def flat(values, dtype=torch.float32):
         listed = [value for row in rows for value in values(row)]
         return torch.tensor(listed, dtype=dtype, device=device)
@@ -238,6 +302,7 @@ def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
         "ids": torch.tensor([[i for row in rows for i in row.ids] or [0]], device=device),
         "mask": torch.tensor([[m for row in rows for m in row.mask] or [0]], device=device),
         "lengths": [len(row.ids) for row in rows] or [1],
+        "computed": distinct_tokens(rows),
         "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
         "advantages": flat(lambda row: row.advantages),
         "weights": flat(lambda row: [row.weight] * sum(row.mask)),

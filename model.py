@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runtime import hf
-from runtime.attention import linear_float32, packed_rows
+from runtime.attention import Gather, PackedRows, linear_float32
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
 from runtime.plan import LOGITS_BYTES
@@ -242,19 +242,20 @@ class Qwen3(nn.Module):
         """Log-probability and entropy (nats) of tokens where mask is 1, given those before.
 
         With `lengths`, B is 1 and T holds rows of these lengths one after another, each of
-        which sees only itself. The mask of a row's first token has to be 0. Returns two
+        which sees only itself; what they begin with in common is computed once. The mask
+        of a row's first token has to be 0. Returns two
         float32 tensors (N,) in the order of the rows; entropy has no gradient. Logits exist
         for `chunk` tokens at a time, by default LOGITS_BYTES of them: those of 32k tokens
         over 151,936 entries would be 20 GB.
         """
-        positions_BT, attend = None, None
-        if lengths is not None:
-            positions_T = torch.cat([torch.arange(n) for n in lengths])
-            positions_BT = positions_T[None].to(ids_BT.device)
-            attend = packed_rows(lengths, ids_BT.device)
-        x_BTD = self.hidden(ids_BT, positions_BT, attend)
         wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
-        x_ND = x_BTD[:, :-1][wanted]
+        if lengths is None:
+            x_ND = self.hidden(ids_BT)[:, :-1][wanted]
+        else:
+            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
+            x_BCD = self.hidden(
+                ids_BT[:, rows.computed], rows.positions[None], rows.attend)
+            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])
         target_N = ids_BT[:, 1:][wanted]
         chunk = chunk or max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)

@@ -445,7 +445,11 @@ class Trainer:
 
             seconds = self.sampler.stats["seconds"] - in_model
             self.show(rollouts, stats.metrics() | {
-                "loss": loss, "grad_norm": norm, "rows": len(rows), "sample_s": seconds,
+                "loss": loss, "grad_norm": norm, "rows": len(rows),
+                "row_tokens": sum(len(row.ids) for row in rows),
+                "distinct_tokens": grpo.distinct_tokens(rows),
+                "computed_tokens": sum(world.gather(sum(p["computed"] for p in packs))),
+                "sample_s": seconds,
                 "repl_s": max(0.0, sampled - begin - seconds),
                 "update_s": time.monotonic() - sampled, "memory_gb": memory_used() / 1e9,
                 "wait_s": [round(s, 3) for s in world.gather(world.waited - waited)]})

@@ -2,7 +2,7 @@
 after another (training) and over the pages of a KV cache (sampling).
 
 The model calls `attend(layer, q, k, v) -> out` in every layer: q and out have the shape
-(1, H, N, E), k and v (1, K, N, E). `packed_rows` returns such a function.
+(1, H, N, E), k and v (1, K, N, E). `PackedRows.attend` is such a function.
 
 For sampling there are two classes: `FlashPages` reads the pages in place and needs CUDA,
 `GatheredRows` works everywhere, and `attention_for` chooses. Both have
@@ -16,7 +16,8 @@ read `ids` (its tokens), `computed` (how many of these are in its pages) and `pa
 page table). Which request computes what, and who owns which page, is for sampler.py.
 
 Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query and K
-key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
+key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary. Of packed rows: T
+tokens, C that are computed, S tokens that are seen.
 """
 import inspect
 import os
@@ -27,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.prefixes import by_prefix
+
 try:
     from torch.nn.attention.varlen import varlen_attn
     if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
@@ -34,6 +37,7 @@ try:
 except ImportError:
     varlen_attn = None
 
+FEW_SCORES = 1 << 18  # of a row; below, a CPU is faster in float32 (measured)
 SLICE = 16  # decoding rows in one call of SDPA
 HEAD_PART = 1024  # rows of the output matrix in one product
 # Numbers of requests for which a CUDA graph is made.
@@ -42,26 +46,92 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # --- training: packed rows ----------------------------------------------------------------
 
-def packed_rows(lengths: list[int], device: torch.device):
-    """`attend` for rows of these lengths packed into one: causal attention within each row.
+class PackedRows:
+    """Rows of these lengths, one after another in `ids`. Each sees only itself.
 
-    No N x N mask is made: flash attention computes all rows in one call where there is a
-    kernel for it, otherwise SDPA computes one row after another."""
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
+    A token has the same hidden state in all rows that are equal up to it. So it is computed
+    in one of them, and the others read its keys and values:
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        computed   (C,) which of the T tokens are computed
+        positions  (C,) their positions in their rows
+        states     (T,) where the state of each token is among the C
+    """
+
+    def __init__(self, ids: list[int], lengths: list[int], device: torch.device):
+        ends = list(accumulate(lengths))
+        rows = [ids[end - length:end] for length, end in zip(lengths, ends)]
+        states = np.zeros(len(ids), np.int64)
+        computed, positions, keys = [], [], []
+        counts = []  # of each row with tokens to compute: how many, and how many in all
+        row = np.zeros(0, np.int64)  # states of the row before
+        for i, shared in zip(*by_prefix(rows)):
+            begin, end = ends[i] - lengths[i], ends[i]
+            new = np.arange(begin + shared, end)
+            row = np.append(row[:shared], np.arange(len(new)) + len(computed))
+            states[begin:end] = row
+            computed += new.tolist()
+            positions += (new - begin).tolist()
+            if len(new):
+                counts.append((len(new), len(row)))
+                keys.append(row)
+
+        def tensor(values) -> Tensor:
+            return torch.as_tensor(values, device=device)
+
+        self.computed, self.positions = tensor(computed), tensor(positions)
+        self.states = tensor(states)
+        # If nothing is shared, the keys of the rows are those that are computed.
+        self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
+        self.new, self.all = zip(*counts)
+        self.starts = [starts_of(tensor(list(n))) for n in (self.new, self.all)]
+        # A mask is made for rows that share: SDPA takes its last query for the n-th key.
+        self.masks = [None if n == all else tensor(lower_right(n, all))
+                      for n, all in counts]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention within each row. Flash attention computes all rows in one call
+        where there is a kernel for it, otherwise SDPA computes one row after another."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
+        if self.keys is not None:
+            k, v = Gather.apply(k, self.keys), Gather.apply(v, self.keys)  # S K E
         if varlen_attn and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # N H E, N K E, N K E
-            out = varlen_attn(q, k, v, starts, starts, longest, longest,
-                              window_size=(-1, 0), enable_gqa=True)
-            return out.transpose(0, 1)[None]  # 1 H N E
-        rows = zip(*(x.split(lengths, 2) for x in (q, k, v)))
-        out = [F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
-               for row in rows]
-        return torch.cat(out, 2)  # 1 H N E
+            out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
+                              window_size=(-1, 0), enable_gqa=True)  # C H E
+            return out.transpose(0, 1)[None]  # 1 H C E
+        parts = zip(q.split(self.new), k.split(self.all), v.split(self.all), self.masks)
+        return torch.cat([causal(*part) for part in parts], 2)  # 1 H C E
 
-    return attend
+
+def lower_right(n: int, all: int) -> np.ndarray:
+    """(n, all) float32, to add to the scores of a row's last n tokens: 0, or -inf for
+    keys that come later."""
+    return np.where(np.tri(n, all, all - n, bool), np.float32(0), np.float32(-np.inf))
+
+
+class Gather(torch.autograd.Function):
+    """Rows of x (C, K, E) by index. What many rows give back is summed in float32."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.count, ctx.dtype = len(x), x.dtype
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, = ctx.saved_tensors
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, index, grad.float()).to(ctx.dtype), None
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """A row's last n tokens (n, H, E) attend to all T (T, K, E): (1, H, n, E)."""
+    dtype = q.dtype
+    if not q.is_cuda and len(q) * len(k) < FEW_SCORES:
+        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True).to(dtype)
 
 
 # --- sampling: pages ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from runtime.device import DEVICE, TYPES
+from runtime.prefixes import MOST_SEEN
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
@@ -156,8 +157,13 @@ class Plan:
         if self.config.qk_norm:
             normed += H + K
         norms = (4 if self.rank else 8) * normed
-        # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
-        layer = self.row * (norms + self.element * (2 * D + 2 * H + 2 * K + 4 * M))
+        # Inputs of linear layers, k and v; gate, up, SiLU and their product.
+        linear = self.element * (2 * D + H + 2 * K + 4 * M)
+        # q, and the keys and values that the rows see.
+        attention = self.element * (H + 2 * K * MOST_SEEN)
+        if DEVICE == "cpu" and self.element != 4:  # short rows have their own, in float32
+            attention = 4 * (2 * H + 2 * K * MOST_SEEN)
+        layer = self.row * (norms + linear + attention)
         kept = layers * layer
         running = 0
         if self.recompute:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from grpo import (LENGTH_CONSTANT, TRUST_MAX, WATCHED, Credit, GRPOConfig, Row, Stats,
-                  advantages, collate, credit, make_rows, micro_batches, node_weights,
-                  own_correlation, policy_loss)
+                  advantages, collate, credit, distinct_tokens, make_rows, micro_batches,
+                  node_weights, own_correlation, policy_loss)
 from model import Qwen3, Qwen3Config
+from runtime.attention import Gather, PackedRows
 from tree import Node, Rollout, Turn
 
 
@@ -464,6 +465,82 @@ def test_packed_rows_give_the_loss_and_gradients_of_each_row_alone():
     ids, mask = torch.tensor([rows[0].ids]), torch.tensor([rows[0].mask])
     unpacked = model.logprobs(ids, mask)[0]
     assert torch.allclose(unpacked, model.logprobs(ids, mask, [10])[0], atol=1e-6)
+
+
+def growing_rows(rng, count, longest):
+    """Rows that begin like an earlier one up to a random place, or are equal to it."""
+    rows = []
+    for _ in range(count):
+        ids = [rng.randrange(64)]
+        if rows and rng.random() < 0.8:
+            before = rng.choice(rows).ids
+            ids = before[:rng.randint(1, len(before))]
+        ids = ids + [rng.randrange(64) for _ in range(rng.randint(0, longest))]
+        mask = [0] + [int(rng.random() < 0.5) for _ in ids[1:]]
+        per_token = [rng.choice([-1.0, 0.7])] * sum(mask)
+        rows.append(Row(ids, mask, [-4.0 * rng.random() * m for m in mask], per_token,
+                        rng.random() / 100, rng.randrange(3)))
+    return rows
+
+
+@pytest.mark.parametrize("tries", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries):
+    torch.manual_seed(0)
+    model = Qwen3(Qwen3Config(64, 16, 24, 2, 4, 2, 4, 128))
+    rng = random.Random(0)
+    for seed in range(tries):
+        rows = growing_rows(rng, rng.randint(1, 9), 12)
+        separate = [collate([row], "cpu") for row in rows]
+        together = collate(rows, "cpu")
+        packed = PackedRows(together["ids"][0].tolist(), together["lengths"], "cpu")
+        prefixes = {tuple(row.ids[:n + 1]) for row in rows for n in range(len(row.ids))}
+        assert len(packed.computed) == together["computed"] == len(prefixes)
+
+        def learn(packs):
+            model.zero_grad()
+            stats = Stats()
+            for pack in packs:
+                got = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+                loss, part = policy_loss(*got, pack, GRPOConfig())
+                loss.backward()
+                stats += part
+            return stats, [w.grad.clone() for w in model.parameters()]
+
+        model.recompute = seed % 2 == 1
+        want, gradients = learn(separate)
+        got, shared = learn([together])
+        for a, b in zip(got.sums, want.sums):
+            assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+        for a, b in zip(shared, gradients):
+            assert (a - b).abs().max() <= 1e-5 * max(1e-3, b.abs().max())
+
+
+def test_gradients_of_many_rows_are_summed_in_float32():
+    x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    Gather.apply(x, torch.tensor([0] + [1] * 1000)).sum().backward()
+    assert x.grad.flatten().tolist() == [1.0, 1000.0]  # in bfloat16 it ends at 256
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("questions, shared, own", [(8, 600, 150), (3, 50, 10), (1, 9, 9)])
+def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ranks):
+    rng, rows = random.Random(0), []
+    for _ in range(questions):
+        prompt = [rng.randrange(64) for _ in range(shared)]
+        for _ in range(40):
+            ids = prompt + [rng.randrange(64) for _ in range(own)]
+            rows.append(Row(ids, [0] * shared + [1] * own, [], [1.0] * own, 1.0))
+    rng.shuffle(rows)
+    packs = [pack for rank in range(ranks)
+             for pack in micro_batches(rows, 8192, 1e-4, rank, ranks)]
+    assert sorted(id(row) for pack in packs for row in pack) == sorted(map(id, rows))
+    computed = [distinct_tokens(pack) for pack in packs]
+    assert max(computed) <= 8192
+    assert sum(len(row.ids) for pack in packs for row in pack) <= 4 * 8192 * len(packs)
+    if ranks == 1:
+        assert sum(computed) <= 1.02 * distinct_tokens(rows)
+    else:  # so that each has as much to do, some prompts are computed on two ranks
+        assert sum(computed) <= distinct_tokens(rows) + len(packs) * shared
 
 
 def test_loss_and_gradient_are_the_same_in_one_micro_batch_and_in_eight():

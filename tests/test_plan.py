@@ -9,8 +9,10 @@ import torch
 import train
 from model import Qwen3, Qwen3Config
 from runtime import plan
+from runtime.attention import PackedRows
 from runtime.hf import FAMILIES
 from runtime.plan import Plan
+from runtime.prefixes import MOST_SEEN
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = Qwen3Config(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
@@ -68,7 +70,8 @@ def test_it_counts_the_parameters_that_there_are(rank, tied, family):
 
 
 def saved_by_autograd(config, dtype, rank):
-    """Bytes per 512 tokens that a forward pass keeps, without the weights."""
+    """Bytes that a forward pass keeps, without the weights: of 512 tokens in rows that see
+    MOST_SEEN times as many."""
     torch.manual_seed(0)
     model = Qwen3(config).to(dtype)
     if rank:
@@ -77,12 +80,15 @@ def saved_by_autograd(config, dtype, rank):
     kept = {}
 
     def pack(tensor):
-        if len(tensor.shape) > 1 and 512 in tensor.shape:  # a number for each token
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
+    start = [i % 50 for i in range(256)]
+    rows = [start + [50 + i] * (36 + (i < 4)) for i in range(7)]
+    packed = PackedRows(sum(rows, []), list(map(len, rows)), "cpu")
+    assert len(packed.computed) == 512 and len(packed.keys) == MOST_SEEN * 512
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.hidden(torch.arange(512)[None] % 50)
+        model.hidden(packed.computed[None] % 50, packed.positions[None], packed.attend)
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
