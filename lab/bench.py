@@ -38,6 +38,7 @@ QWEN3_4B = Qwen3Config(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
     num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 REPEATS = 3  # samples of what takes long
+UPDATE_TOKENS = 8192  # of a micro-batch
 ANSWER, OBSERVATION = 64, 200  # tokens of a sampled turn, and of what follows it
 
 
@@ -367,16 +368,19 @@ def greedy_agreement(sampler, model, samples: Samples) -> None:
 def train(args: argparse.Namespace) -> tuple[Samples, str]:
     """The update, beside a plain transformers training step. Random weights, all trained.
 
-    An update is forward, loss, backward, clipping and AdamW (fused in both) over 8 rows.
-    Every other 64 tokens of a row are sampled ones. Equal rows have 256 tokens, mixed ones
-    32 to 512, evenly in the logarithm, in random order. Ours: packs of 2,048 tokens, logits
-    of sampled tokens only, in chunks. transformers: 8 rows padded to the longest, logits of
-    all tokens at once. Only the rows' own tokens count.
+    An update is forward, loss, backward, clipping and AdamW (fused in both). Every other 64
+    tokens of a row are sampled ones. Equal rows are 8 of 256 tokens; mixed ones 8 of 32 to
+    512, evenly in the logarithm, in random order; shared ones those of a question, 8 trees
+    of 5 nodes, with the same 600 tokens first and 150 of their own.
+    Ours: packs of 8,192 tokens, logits of sampled tokens only, in chunks. transformers: 8
+    rows at a time, padded to the longest, logits of all tokens at once. All tokens of the
+    rows count, but no padding.
 
-    equal_tokens_s, mixed_tokens_s: tokens per second of our update.
-    hf_equal_tokens_s, hf_mixed_tokens_s: the same of transformers.
-    update_vs_transformers, packed_vs_padded: their ratio on equal and on mixed rows;
-        they run one by one, in turn.
+    equal_tokens_s, mixed_tokens_s, shared_tokens_s: tokens per second of our update.
+    hf_equal_tokens_s, hf_mixed_tokens_s, hf_shared_tokens_s: the same of transformers.
+    update_vs_transformers, packed_vs_padded, shared_vs_transformers: their ratio on equal,
+        mixed and shared rows; they run one by one, in turn.
+    computed_share: tokens that we compute on shared rows, over their distinct tokens.
 
     The figures above are the CPU's even on a GPU. There also, with the shape of Qwen3-4B
     and 16 rows of 4,096 tokens:
@@ -403,7 +407,12 @@ def train(args: argparse.Namespace) -> tuple[Samples, str]:
     our_optimizer, their_optimizer = adamw(ours), adamw(theirs)
 
     def padded(rows: list[grpo.Row]) -> None:
-        """The same loss of one update on a batch of 8 padded rows."""
+        """The same loss of one update, 8 padded rows at a time."""
+        for first in range(0, len(rows), 8):
+            backward_padded(rows[first:first + 8])
+        optimizer_step(theirs, their_optimizer)
+
+    def backward_padded(rows: list[grpo.Row]) -> None:
         width = max(len(row.ids) for row in rows)
 
         def batch(values) -> torch.Tensor:  # B T
@@ -420,26 +429,35 @@ def train(args: argparse.Namespace) -> tuple[Samples, str]:
         trust = (new.detach() - old[:, 1:]).exp().clamp(max=grpo.TRUST_MAX)
         ratio = (new - new.detach()).exp()
         (-(mask * weights)[:, 1:] * trust * ratio).sum().backward()
-        optimizer_step(theirs, their_optimizer)
 
     rng = random.Random(0)
     mixed = [round(32 * 16 ** (i / 7)) for i in range(8)]
     rng.shuffle(mixed)
-    for name, lengths, ratio in (("equal", [256] * 8, "update_vs_transformers"),
-                                 ("mixed", mixed, "packed_vs_padded")):
-        rows = [make_row(random_ids(rng, n, config), rng.choice([-1, 1])) for n in lengths]
+    prompt = random_ids(rng, 600, config)
+    loads = {"equal": [random_ids(rng, 256, config) for _ in range(8)],
+             "mixed": [random_ids(rng, n, config) for n in mixed],
+             "shared": [prompt + random_ids(rng, 150, config) for _ in range(40)]}
+    ratios = {"equal": "update_vs_transformers", "mixed": "packed_vs_padded",
+              "shared": "shared_vs_transformers"}
+    for name, ids in loads.items():
+        given = len(prompt) if name == "shared" else 0
+        rows = [make_row(each, rng.choice([-1, 1]), given) for each in ids]
+        packs = grpo.micro_batches(rows, UPDATE_TOKENS)
+        tokens = sum(map(len, ids))
         for repeat in range(REPEATS + 1):
-            seconds = seconds_of(lambda: update(ours, our_optimizer, rows, 2048))
+            seconds = seconds_of(lambda: update(ours, our_optimizer, rows, UPDATE_TOKENS))
             peer = seconds_of(lambda: padded(rows))
             if repeat:  # the first does not count
-                samples.add(f"{name}_tokens_s", sum(lengths) / seconds)
-                samples.add(f"hf_{name}_tokens_s", sum(lengths) / peer)
-                samples.add(ratio, peer / seconds)
+                samples.add(f"{name}_tokens_s", tokens / seconds)
+                samples.add(f"hf_{name}_tokens_s", tokens / peer)
+                samples.add(ratios[name], peer / seconds)
+    computed = sum(grpo.distinct_tokens(pack) for pack in packs)
+    samples.add("computed_share", computed / grpo.distinct_tokens(rows))
     return samples, described(ours)
 
 
-def make_row(ids: list[int], advantage: float = 1.0) -> grpo.Row:
-    mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
+def make_row(ids: list[int], advantage: float = 1.0, prompt: int = 0) -> grpo.Row:
+    mask = [int(i >= prompt) * (i // 64 % 2) for i in range(len(ids) - 1)] + [1]
     logprobs = [-10.0 * sampled for sampled in mask]
     return grpo.Row(ids, mask, logprobs, [advantage] * sum(mask), 1e-3)
 

@@ -89,6 +89,7 @@ def main() -> None:
     sampler = Sampler(model, memory=need["KV cache"], window=args.row,
                       copy=args.rank > 0 and not args.apart)
     sampler.pool.fill_(1)
+    sampler.attention.rows = torch.ones_like(sampler.pool)  # as many as it may gather
     optimizer = adamw(model)
     update(model, optimizer, 16, 1)  # so that the optimizer's state is there
     sampler.load(model)

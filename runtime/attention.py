@@ -194,19 +194,21 @@ def sampling(step: list) -> list:
 
 
 class GatheredRows:
-    """SDPA over one row of keys and values per request, for CPUs and older torch.
+    """SDPA over rows of keys and values, for CPUs and older torch.
 
     To gather the pages in every step would take longer than the attention itself. So each
-    request has its keys and values a second time, side by side in a row. They are gathered
-    once, when it gets the row; each step then writes to the row and to the pages. A row is
-    only a copy and may be dropped at any time.
+    request that decodes has its keys and values a second time, side by side in a row. They
+    are gathered once, when it gets the row; each step then writes to the row and to the
+    pages. A row is only a copy and may be dropped at any time. One call of SDPA serves a
+    slice of the rows.
 
-    Requests with one token in the step get the first rows, so that one call of SDPA serves
-    a slice of them. Prompts follow, with one call each."""
+    All rows are as long as the longest, and together no larger than the pool. A request
+    that would need longer ones is gathered in every step, and so are prompts."""
     page = 16  # tokens of a page: small ones share more
 
     def __init__(self, model, pool: Tensor, window: int):
         self.model, self.pool, self.window = model, pool, window
+        self.most = pool.shape[2] * pool.shape[3]  # tokens of all rows together
         self.reset()
 
     def reset(self) -> None:
@@ -216,12 +218,13 @@ class GatheredRows:
 
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, by row, and their logits, (B, V) float32."""
-        step = self._arrange(step)
+        decoding, others = self._arrange(step)
+        step = decoding + others
         ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
-        ones = sum(n == 1 for _, n in step)
+        ones = len(decoding)
         row_1 = torch.arange(ones, device=pos_N.device)
 
-        # Rows with one token, in slices: a row is padded only to the longest of its slice.
+        # Rows in slices: a row is padded only to the longest of its slice.
         slices = []  # (first row, end, mask)
         for low in range(0, ones, SLICE):
             high = min(low + SLICE, ones)
@@ -229,15 +232,16 @@ class GatheredRows:
             mask_BT = self._mask(pos_N[low:high], longest)
             slices.append((low, high, mask_BT[:, None, None]))  # B 1 1 T
 
-        # Prompts: (row, first token in the step, end, tokens in the row, mask).
+        # The others: (first token in the step, end, pages, tokens in them, mask).
         chunks = []
         low = ones
-        for row, (request, n) in enumerate(step[ones:], ones):
+        for request, n in others:
             length = request.computed + n
             mask = None  # plain causal attention
             if request.computed:
                 mask = self._mask(pos_N[low:low + n], length)  # n T
-            chunks.append((row, low, low + n, length, mask))
+            table = self._table(request, length)
+            chunks.append((low, low + n, table, length, mask))
             low += n
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,9 +250,6 @@ class GatheredRows:
                 pool.view(-1, *pool.shape[2:])[slots_N] = new
                 if ones:
                     rows[row_1, :, pos_N[:ones]] = new[:ones]
-                for row, low, high, length, _ in chunks:
-                    start = length - (high - low)
-                    rows[row, :, start:length] = new[low:high].transpose(0, 1)
 
             keys, values = self.rows[layer]  # B K T E
             out = torch.empty_like(q)
@@ -260,12 +261,12 @@ class GatheredRows:
                     q[low:high].view(high - low, K, -1, E), keys[low:high, :, :T],
                     values[low:high, :, :T], attn_mask=mask)  # B K G E
                 out[low:high] = got.reshape(high - low, -1, E)
-            for row, low, high, length, mask in chunks:
+            for low, high, table, length, mask in chunks:
+                seen = self.pool[layer][:, table].flatten(1, 2)[:, :length]  # 2 T K E
+                row = (x.transpose(0, 1)[None] for x in (q[low:high], *seen))
                 got = F.scaled_dot_product_attention(
-                    q[None, low:high].transpose(1, 2), keys[row, None, :, :length],
-                    values[row, None, :, :length], attn_mask=mask, is_causal=mask is None,
-                    enable_gqa=True)  # 1 H n E
-                out[low:high] = got[0].transpose(0, 1)
+                    *row, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+                out[low:high] = got[0].transpose(0, 1)  # n H E
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
@@ -274,50 +275,60 @@ class GatheredRows:
         logits = [linear_float32(hidden_ND[last_B], part) for part in parts]
         return sampling(step), torch.cat(logits, -1)
 
-    def _arrange(self, step: list) -> list:
-        """The step in the order of its rows, with keys and values in them."""
+    def _arrange(self, step: list) -> tuple[list, list]:
+        """The requests that decode, in the order of their rows, which have their keys and
+        values; and the others."""
         ones = [pair for pair in step if pair[1] == 1]
-        prompts = [pair for pair in step if pair[1] > 1]
-        step = self._place(ones, 0) + self._place(prompts, len(ones))
-        self._grow(len(step), max(request.computed + n for request, n in step))
-        for row, (request, n) in enumerate(step):
+        most = self.most // max(1, len(ones))
+        decoding = self._place([pair for pair in ones if pair[0].computed < most])
+        if decoding:
+            self._grow(len(decoding), max(request.computed + 1 for request, _ in decoding))
+        for row, (request, _) in enumerate(decoding):
             if self.held[row] != (request, request.computed):
                 self._gather(row, request)
-            self.held[row] = (request, request.computed + n)
-        return step
+            self.held[row] = (request, request.computed + 1)
+        return decoding, [pair for pair in step if pair not in decoding]
 
-    def _place(self, pairs: list, first: int) -> list:
-        """The pairs by row, from row `first` on. Who has one of these rows keeps it."""
+    def _place(self, pairs: list) -> list:
+        """The pairs by row. Who has one of the first rows keeps it."""
         row_of = {request: row for row, (request, _) in enumerate(self.held)}
         order = [None] * len(pairs)
         movers = []
         for pair in pairs:
-            row = row_of.get(pair[0], -1)
-            if first <= row < first + len(pairs):
-                order[row - first] = pair
+            row = row_of.get(pair[0], len(pairs))
+            if row < len(pairs):
+                order[row] = pair
             else:
                 movers.append(pair)
         return [movers.pop() if pair is None else pair for pair in order]
 
     def _grow(self, count: int, length: int) -> None:
         """Make room for `count` rows of `length` tokens, and for more, to copy rarely."""
-        B, T = self.rows.shape[2], self.rows.shape[4]
+        old, B, T = self.rows, self.rows.shape[2], self.rows.shape[4]
         if count <= B and length <= T:
             return
-        old, shape = self.rows, list(self.rows.shape)
         if count > B:
-            shape[2] = max(count, 2 * B)
+            B = max(count, 2 * B)
         if length > T:
-            shape[4] = min(max(length, T * 3 // 2, 128), self.window)
-        self.rows = old.new_zeros(shape)
-        self.rows[:, :, :B, :, :T] = old
-        self.held += [(None, 0)] * (shape[2] - B)
+            T = min(max(length, T * 3 // 2, 128), self.window)
+        fits = B * T <= self.most
+        if not fits:  # all are gathered again, in rows as long as the pool allows
+            B, T = count, min(T, self.most // count)
+        L, _, _, K, _, E = old.shape
+        self.rows = old.new_zeros(L, 2, B, K, T, E)
+        if fits:
+            self.rows[:, :, :old.shape[2], :, :old.shape[4]] = old
+            self.held += [(None, 0)] * (B - len(self.held))
+        else:
+            self.held = [(None, 0)] * B
+
+    def _table(self, request, length: int) -> list[int]:
+        return [page.index for page in request.pages[:-(-length // self.pool.shape[3])]]
 
     def _gather(self, row: int, request) -> None:
-        n, size = request.computed, self.pool.shape[3]
-        table = [page.index for page in request.pages[:-(-n // size)]]
-        keys_values = self.pool[:, :, table].flatten(2, 3)[:, :, :n]  # L 2 n K E
-        self.rows[:, :, row, :, :n] = keys_values.transpose(2, 3)
+        n = request.computed
+        seen = self.pool[:, :, self._table(request, n)].flatten(2, 3)[:, :, :n]  # L 2 n K E
+        self.rows[:, :, row, :, :n] = seen.transpose(2, 3)
 
     def _mask(self, pos_N: Tensor, length: int) -> Tensor:
         """(N, length): what to add to the scores of queries at these positions."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from runtime.attention import varlen_attn
 from runtime.device import DEVICE, TYPES
 from runtime.prefixes import MOST_SEEN
 
@@ -30,7 +31,9 @@ CARDS = (24, 48, 80, 141)  # GiB of a GPU; `what_fits` leaves one of them to CUD
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
 LEAST_WINDOW = 4096  # a window that nobody asked for is not made shorter than this
 PARTS = ("weights", "gradients", "optimizer", "gathered", "sampler copy", "KV cache",
-         "activations")
+         "cache rows", "activations")
+# Without a kernel that reads pages, the cache is there twice; see GatheredRows.
+GATHERS = DEVICE == "cpu" or varlen_attn is None
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,12 @@ class Plan:
             "gathered": self.gathered() if ranks > 1 or self.casts else 0,
             "sampler copy": model * self.element if sampling and copies else 0,
             "KV cache": 0,
+            "cache rows": 0,
             "activations": self.activations(),
         }
         if sampling:
-            parts["KV cache"] = self.cache_tokens(sum(parts.values())) * self.token_bytes
+            cache = self.cache_tokens(sum(parts.values())) * self.token_bytes
+            parts["KV cache"], parts["cache rows"] = cache, cache * GATHERS
         return parts
 
     @property
@@ -130,7 +135,7 @@ class Plan:
     def cache_tokens(self, others: int) -> int:
         """Tokens of 1 to MOST_WINDOWS full windows: what fits beside `others` bytes."""
         room = int(DEVICE_SHARE * self.have - others)
-        windows = room // (self.token_bytes * self.window)
+        windows = room // (self.token_bytes * self.window * (1 + GATHERS))
         return max(1, min(windows, MOST_WINDOWS)) * self.window
 
     @property

@@ -217,7 +217,7 @@ def test_200_random_schedules_equal_full_forwards_and_leave_no_page_behind(
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
         page = rng.choice([1, 2, 4, 8])
         sampler = make(batch=rng.randint(1, 8), page=page,
-                       tokens=-(-WINDOW // page) * page + rng.choice([0, 0, page, 30, 500]))
+                       tokens=-(-WINDOW // page) * page + rng.choice([0, 0, 0, page, 500]))
         schedule = [(arrival, ids, rng.randint(4, 10), *more)
                     for arrival, ids, _, *more in make_schedule(rng)]
         for _, ids, n, got in asyncio.run(play(sampler, schedule, temperature=0)):
@@ -787,3 +787,28 @@ def test_10_000_requests_through_a_small_pool_leave_the_process_where_it_was():
     asyncio.run(some(sampler, 10_000))
     assert rss() < 1.05 * before
     assert sampler.stats["preemptions"] > 0
+
+
+def test_the_rows_are_never_larger_than_the_pool(monkeypatch):
+    """One long conversation beside many short ones: were all rows as long, they would take
+    many times the pool. What is sampled stays the same."""
+    held = []
+    prompts = [[1] * (WINDOW - 30)] + [[i, i + 1] for i in range(2, 14)]
+
+    async def main(tokens):
+        sampler = make(tokens=tokens, batch=16, page=4)
+        forward = sampler.attention.forward
+
+        def watched(step):
+            result = forward(step)
+            held.append(sampler.attention.rows.numel() / sampler.pool.numel())
+            return result
+
+        monkeypatch.setattr(sampler.attention, "forward", watched)
+        done = await gather(*(sampler.generate(ids, 20, key=(ids[0],)) for ids in prompts))
+        return [got.ids for got in done]
+
+    want = asyncio.run(main(8192))
+    held.clear()
+    assert asyncio.run(main(13 * 24 + WINDOW)) == want
+    assert 0 < max(held) <= 1
