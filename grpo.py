@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from runtime.flags import check, flag
-from runtime.prefixes import MOST_SEEN, by_prefix
+from runtime.prefixes import by_prefix
 from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
@@ -203,11 +203,12 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
 class Family:
     """Rows that begin alike, and are computed together."""
     rows: list[Row]
-    size: float  # distinct tokens; more, if they see more than MOST_SEEN times as many
+    size: float  # in tokens: what they take in memory
     cost: float
 
 
-def families(rows: list[Row], limit: float, attention_cost: float) -> list[Family]:
+def families(rows: list[Row], limit: float, attention_cost: float,
+             seen_cost: float) -> list[Family]:
     """The rows in families of at most this size, or of one row. Rows that have too little
     in common are left apart, because small families are easier to pack."""
     order, shared = by_prefix([row.ids for row in rows])
@@ -216,8 +217,8 @@ def families(rows: list[Row], limit: float, attention_cost: float) -> list[Famil
     saved = [0, *accumulate(shared)]
 
     def size(low: int, high: int) -> float:
-        seen = tokens[high] - tokens[low]
-        return max(seen - (saved[high] - saved[low + 1]), seen / MOST_SEEN)
+        seen, equal = tokens[high] - tokens[low], saved[high] - saved[low + 1]
+        return seen - equal + (seen_cost * seen if equal else 0)
 
     def family(low: int, high: int) -> Family:
         members = rows[low:high]
@@ -247,12 +248,13 @@ def families(rows: list[Row], limit: float, attention_cost: float) -> list[Famil
 
 
 def micro_batches(rows: list[Row], max_tokens: int, attention_cost: float = 0.0,
-                  rank: int = 0, ranks: int = 1) -> list[list[Row]]:
-    """This rank's share of the rows, as packs of at most max_tokens distinct tokens.
+                  seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list[Row]]:
+    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. If
+    rows share, each token that they see counts as seen_cost more.
 
     A longer row is a pack of its own. Every rank gets the same number of packs, some empty
-    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T. At any time
-    all ranks work on packs of similar cost, so that none waits long for another."""
+    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T in time. All
+    ranks always work on packs of similar cost, so that none waits long for another."""
     def size(pack: list[Family]) -> float:
         return sum(family.size for family in pack)
 
@@ -265,10 +267,10 @@ def micro_batches(rows: list[Row], max_tokens: int, attention_cost: float = 0.0,
         needed = max(math.ceil(size(units) / max_tokens), large)
         return math.ceil(needed / ranks) * ranks
 
-    units = families(rows, max_tokens, attention_cost)
+    units = families(rows, max_tokens, attention_cost, seen_cost)
     if ranks > 1 and rows:  # so small that no rank is left without
         limit = min(max_tokens, size(units) / number(units))
-        units = families(rows, limit, attention_cost)
+        units = families(rows, limit, attention_cost, seen_cost)
     packs = [[] for _ in range(min(number(units), len(units)))]
     for family in sorted(units, key=lambda family: family.size, reverse=True):
         with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]

@@ -486,8 +486,8 @@ class Trainer:
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
         shares = grpo.micro_batches(
-            rows, self.plan.row, self.plan.attention_cost, self.world.rank,
-            self.world.size)
+            rows, self.plan.row, self.plan.attention_cost, self.plan.seen_cost,
+            self.world.rank, self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
 
     @torch.no_grad()

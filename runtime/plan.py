@@ -20,7 +20,6 @@ import torch
 
 from runtime.attention import varlen_attn
 from runtime.device import DEVICE, TYPES
-from runtime.prefixes import MOST_SEEN
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
@@ -32,8 +31,6 @@ LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
 LEAST_WINDOW = 4096  # a window that nobody asked for is not made shorter than this
 PARTS = ("weights", "gradients", "optimizer", "gathered", "sampler copy", "KV cache",
          "cache rows", "activations")
-# Without a kernel that reads pages, the cache is there twice; see GatheredRows.
-GATHERS = DEVICE == "cpu" or varlen_attn is None
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ class Plan:
     recompute: bool = False  # activation checkpointing by layer
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     moment: int = 4  # bytes per element of each of Adam's two moments
+    device: str = DEVICE
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -106,8 +104,14 @@ class Plan:
         }
         if sampling:
             cache = self.cache_tokens(sum(parts.values())) * self.token_bytes
-            parts["KV cache"], parts["cache rows"] = cache, cache * GATHERS
+            parts["KV cache"], parts["cache rows"] = cache, cache * self.gathers
         return parts
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the cache is there twice, for want of a kernel that reads its pages. The
+        GPUs of another machine are taken to have it."""
+        return self.device == "cpu" or self.device == DEVICE and varlen_attn is None
 
     @property
     def casts(self) -> bool:
@@ -135,7 +139,7 @@ class Plan:
     def cache_tokens(self, others: int) -> int:
         """Tokens of 1 to MOST_WINDOWS full windows: what fits beside `others` bytes."""
         room = int(DEVICE_SHARE * self.have - others)
-        windows = room // (self.token_bytes * self.window * (1 + GATHERS))
+        windows = room // (self.token_bytes * self.window * (1 + self.gathers))
         return max(1, min(windows, MOST_WINDOWS)) * self.window
 
     @property
@@ -153,22 +157,34 @@ class Plan:
         weights = model * (self.element if self.rank else 4) + 4 * adapters
         return checkpoints * step.checkpoint_bytes + (4 if best else 2) * weights
 
-    def activations(self) -> int:
-        """What a forward pass keeps, and the largest temporary tensors of both passes."""
-        layers, vocabulary = self.config.num_hidden_layers, self.config.vocab_size
+    @property
+    def kept_bytes(self) -> int:
+        """What a layer keeps of each token for the backward pass."""
         D, H, K, M = self.widths
         # An RMSNorm keeps its input in float32; if its weight is trained, also the result.
         normed = 2 * D
         if self.config.qk_norm:
             normed += H + K
         norms = (4 if self.rank else 8) * normed
-        # Inputs of linear layers, k and v; gate, up, SiLU and their product.
-        linear = self.element * (2 * D + H + 2 * K + 4 * M)
-        # q, and the keys and values that the rows see.
-        attention = self.element * (H + 2 * K * MOST_SEEN)
-        if DEVICE == "cpu" and self.element != 4:  # short rows have their own, in float32
-            attention = 4 * (2 * H + 2 * K * MOST_SEEN)
-        layer = self.row * (norms + linear + attention)
+        # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
+        kept = norms + self.element * (2 * D + 2 * H + 2 * K + 4 * M)
+        if self.device == "cpu":  # short rows attend in float32, each by itself
+            kept += 4 * (2 * H + 2 * K) - self.element * (H + 2 * K)
+        return kept
+
+    @property
+    def seen_cost(self) -> float:
+        """What a token costs that a row sees and another has computed, its keys and values,
+        as a share of one that is computed."""
+        _, _, K, _ = self.widths
+        size = 4 if self.device == "cpu" else self.element
+        return 2 * K * size / self.kept_bytes
+
+    def activations(self) -> int:
+        """What a forward pass keeps, and the largest temporary tensors of both passes."""
+        layers, vocabulary = self.config.num_hidden_layers, self.config.vocab_size
+        D, H, K, M = self.widths
+        layer = self.row * self.kept_bytes
         kept = layers * layer
         running = 0
         if self.recompute:
@@ -183,7 +199,7 @@ class Plan:
         # are there when they are added up.
         table = 0 if self.rank else vocabulary * D * 4
         adding = (3 if self.config.tie_word_embeddings else 1) * table
-        if DEVICE == "cpu" and self.element != 4:  # there it is multiplied in float32
+        if self.device == "cpu" and self.element != 4:  # there it is multiplied in float32
             head += vocabulary * D * 4
         return max(kept + head + table, kept + running + mlp + table, adding)
 
@@ -269,7 +285,7 @@ class Plan:
         for card in CARDS:
             cells = []
             for rank in (0, self.rank or 16):
-                start = replace(self, rank=rank, have=(card - 1) * GIB)
+                start = replace(self, rank=rank, have=(card - 1) * GIB, device="cuda")
                 for n in counts:
                     plan = start.fitted(n)
                     fits = plan.total(n) <= plan.have

@@ -3,8 +3,6 @@ from itertools import pairwise
 
 import numpy as np
 
-MOST_SEEN = 4  # tokens that the rows of a micro-batch see, for each that is computed
-
 
 def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
     """(order, shared): the rows' indices, so that rows that begin alike are neighbours, and

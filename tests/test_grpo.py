@@ -389,7 +389,7 @@ def random_rows(n, seed=0, longest=60):
 @pytest.mark.parametrize("limit", [1, 59, 60, 200, 1000, 10**9])
 def test_micro_batches_share_every_row_once_and_keep_the_limit(limit, ranks):
     rows = random_rows(50)
-    shares = [micro_batches(rows, limit, 1e-3, rank, ranks) for rank in range(ranks)]
+    shares = [micro_batches(rows, limit, 1e-3, 0.1, rank, ranks) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
 
     packs = [pack for share in shares for pack in share]
@@ -409,7 +409,7 @@ def test_the_ranks_costs_are_even_in_each_round():
     def cost(pack):
         return sum(len(row.ids) * (1 + 1e-3 * len(row.ids)) for row in pack)
 
-    rounds = list(zip(*(micro_batches(rows, 2000, 1e-3, rank, 4) for rank in range(4))))
+    rounds = list(zip(*(micro_batches(rows, 2000, 1e-3, 0.1, r, 4) for r in range(4))))
     assert len(rounds) > 5
     assert all(min(map(cost, r)) > 0.9 * max(map(cost, r)) for r in rounds)
 
@@ -532,11 +532,11 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
             rows.append(Row(ids, [0] * shared + [1] * own, [], [1.0] * own, 1.0))
     rng.shuffle(rows)
     packs = [pack for rank in range(ranks)
-             for pack in micro_batches(rows, 8192, 1e-4, rank, ranks)]
+             for pack in micro_batches(rows, 8192, 1e-4, 0.02, rank, ranks)]
     assert sorted(id(row) for pack in packs for row in pack) == sorted(map(id, rows))
     computed = [distinct_tokens(pack) for pack in packs]
-    assert max(computed) <= 8192
-    assert sum(len(row.ids) for pack in packs for row in pack) <= 4 * 8192 * len(packs)
+    for pack, distinct in zip(packs, computed):
+        assert distinct + 0.02 * sum(len(row.ids) for row in pack) <= 8192
     if ranks == 1:
         assert sum(computed) <= 1.02 * distinct_tokens(rows)
     else:  # so that each has as much to do, some prompts are computed on two ranks

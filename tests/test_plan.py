@@ -12,7 +12,6 @@ from runtime import plan
 from runtime.attention import PackedRows
 from runtime.hf import FAMILIES
 from runtime.plan import Plan
-from runtime.prefixes import MOST_SEEN
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = Qwen3Config(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
@@ -69,9 +68,8 @@ def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     assert of(config, rank=rank).parameters == want
 
 
-def saved_by_autograd(config, dtype, rank):
-    """Bytes that a forward pass keeps, without the weights: of 512 tokens in rows that see
-    MOST_SEEN times as many."""
+def saved_by_autograd(config, dtype, rank, rows):
+    """Bytes that a forward pass keeps of these rows, without the weights."""
     torch.manual_seed(0)
     model = Qwen3(config).to(dtype)
     if rank:
@@ -83,10 +81,7 @@ def saved_by_autograd(config, dtype, rank):
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    start = [i % 50 for i in range(256)]
-    rows = [start + [50 + i] * (36 + (i < 4)) for i in range(7)]
     packed = PackedRows(sum(rows, []), list(map(len, rows)), "cpu")
-    assert len(packed.computed) == 512 and len(packed.keys) == MOST_SEEN * 512
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.hidden(packed.computed[None] % 50, packed.positions[None], packed.attend)
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
@@ -95,12 +90,17 @@ def saved_by_autograd(config, dtype, rank):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank, dtype", [
     (0, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-def test_what_a_forward_pass_keeps_is_what_autograd_saves(rank, dtype, family):
-    """The bytes of two layers: the difference between models of three layers and of one."""
+@pytest.mark.parametrize("shared", [0, 80])
+def test_what_a_forward_pass_keeps_is_what_autograd_saves(shared, rank, dtype, family):
+    """The bytes of two layers: the difference between models of three layers and of one.
+    The rows are 512 tokens, or share so many that they count as that."""
+    cost = of(SMALL, rank=rank, element=dtype.itemsize).seen_cost * (shared > 0)
+    number = int((512 - shared) / (16 + cost * (shared + 16)))
+    rows = [[0] * shared + [1 + i] * 16 for i in range(number)]
     saved, planned = [], []
     for layers in (1, 3):
         config = replace(SMALL, num_hidden_layers=layers, model_type=family)
-        saved.append(saved_by_autograd(config, dtype, rank))
+        saved.append(saved_by_autograd(config, dtype, rank, rows))
         without_head = replace(config, vocab_size=1)
         planned.append(of(without_head, rank=rank, element=dtype.itemsize, row=512,
                           recompute=False).activations())
