@@ -18,7 +18,7 @@ from html import escape
 from runtime.files import write_text
 from tree import Node, printable, read_rollouts
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 56, 150, 36, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 56, 174, 36, 44
 COLOURS = ("#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0")  # distinct on white and on black
 GREY = "#8a8a8a"
 FAINT = f'stroke="{GREY}" stroke-opacity="0.25"'
@@ -67,15 +67,20 @@ def svg(lines: dict[str, list[list[float]]], title: str) -> str:
         parts.append(text(x(step), HEIGHT - BOTTOM + 18, str(step), "middle"))
     parts.append(text(x(steps / 2), HEIGHT - 6, "GRPO step", "middle"))
 
+    labels = []
     for (name, runs), colour in zip(lines.items(), COLOURS):
         runs = [smooth(run) for run in runs]
         parts += [path(run, f'stroke="{colour}" stroke-opacity="0.3"') for run in runs]
         mean = [sum(values) / len(values) for values in zip(*runs)]
         parts.append(path(mean, f'stroke="{colour}" stroke-width="2.5"'))
-        end = x(len(mean) - 1) + 8
-        parts.append(text(end, y(mean[-1]) + 4, f"{name} {mean[-1]:.2f}", colour=colour,
-                          weight="bold"))
-        parts.append(text(end, y(mean[-1]) + 19, seeds(runs), colour=colour))
+        labels.append((y(mean[-1]), f"{name} {mean[-1]:.2f}", seeds(runs), colour))
+
+    below = 0.0  # where the next label has room
+    for at, name, says, colour in sorted(labels):
+        at = max(at, below)
+        parts.append(text(WIDTH - RIGHT + 10, at, name, colour=colour, weight="bold"))
+        parts.append(text(WIDTH - RIGHT + 10, at + 15, says, colour=colour))
+        below = at + 36
     return page(HEIGHT, parts)
 
 
