@@ -68,6 +68,7 @@ def page(title: str, settings: dict, rows: list[dict],
     if differences:
         parts.append(difference_table(differences))
 
+    advantages = {node: a for node, a in advantages.items() if finite(a)}  # JSON has no NaN
     script = TEMPLATE.rpartition("<script>")[2].partition("</script>")[0]
     policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fill = {"title": escape(title), "policy": policy, "body": "".join(parts),
@@ -338,7 +339,8 @@ def packed(trees: Sequence[tuple[str, Rollout]], tokenizer, advantages: dict[Nod
             "p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
             "c": [at[child] for child in node.children], "err": len(node.errors),
             "sec": round(node.repl_seconds, 3), "n": drawings.sampled(node),
-            "own": node.score, "adv": advantages.get(node), "a": text(node.answer),
+            "own": node.score if finite(node.score) else None,
+            "adv": advantages.get(node), "a": text(node.answer),
             "t": [pack_turn(turn, node_gaps) for turn in node.turns],
             "g": int(node in gaps)}
 

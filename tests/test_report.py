@@ -135,8 +135,11 @@ def test_tokens_carry_mask_log_probability_and_gap():
     root.add(Turn("user", "e", (101,)))
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
     rollout = Rollout(Task("t", "evidence", "q", None), "t", root, 1.0)
-    data = data_of(report.page("", {}, [], [("x #0", rollout)], Letters(),
-                               gaps={root: [0.1, 0.2, float("nan")]}))
+    root.score = nan = float("nan")
+    page = report.page("", {}, [], [("x #0", rollout)], Letters(), advantages={root: nan},
+                       gaps={root: [0.1, 0.2, nan]})
+    data = data_of(page)
+    assert "NaN" not in json.dumps(data)  # which JSON.parse would refuse
     turns = data["trees"][0]["nodes"][0]["t"]
     assert [t["s"] for t in turns] == [0, 1, 0, 1]
     assert turns[1]["l"] == [-0.5, 0] and turns[1]["g"] == [0.1, 0.2]
