@@ -359,7 +359,9 @@ def read_flags() -> argparse.Namespace:
     add("--html", help="write the report, one page, to this file")
     add("--save", help="write the trees to this JSONL file")
     add("--resume", action="store_true", help="continue from the journal of these files")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.defaults = vars(parser.parse_args([]))  # the report tells what differs from them
+    return args
 
 
 def main() -> None:

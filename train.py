@@ -21,6 +21,7 @@ import gc
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -51,7 +52,7 @@ from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.text import MOST
 from tokenizer import Tokenizer
-from tree import Rollout, Unscored, read_rollouts, render
+from tree import Node, Rollout, Unscored, read_rollouts, render
 
 
 AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
@@ -138,6 +139,7 @@ PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
+REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 
 
@@ -284,7 +286,7 @@ class Trainer:
               f"model's window {self.rlm.window:,}")
         with run.stop:
             try:
-                final = self.learn()
+self.learn()
             except Stopped:
                 run.save_checkpoint()
                 raise
@@ -292,13 +294,14 @@ class Trainer:
                 if run.has_learnt():  # otherwise it would only be in the way
                     run.save_checkpoint()
                 raise
+        final = [tree for _, tree in self.measured]
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
-        self.report(final, gaps)
+        self.report(gaps)
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
 
-    def learn(self) -> list[Rollout]:
+    def learn(self) -> None:
         """All that a signal can stop. Raises Stopped where everything can be saved."""
         run = self.run
         if run.state["phase"] == "warmup":
@@ -311,10 +314,9 @@ class Trainer:
         run.save_checkpoint()
         run.save_model("final")
 
-        final = self.evaluate("heldout_final", self.heldout)
+        self.evaluate("heldout_final", self.heldout)
         for name, questions in self.longer.items():
             self.evaluate(name, questions)
-        return final
 
     # --- the warm-up ----------------------------------------------------------------------
 
@@ -395,6 +397,9 @@ class Trainer:
                                copy=lora and not self.plan.apart)
         self.policy = rlm.local_policy(self.sampler, self.tokenizer)
         self.trees: list[Rollout] = []  # of the last step
+        self.credit: dict[Node, grpo.Credit] = {}  # of their nodes
+        self.measured: list[tuple[str, Rollout]] = []  # held out, with what to call them
+        self.reported = time.monotonic()
         # With adapters the reference of a KL term is the model with its adapters off.
         self.reference = None
         if self.config.kl and not lora:
@@ -417,7 +422,7 @@ class Trainer:
             sampled = time.monotonic()
 
             # Every node gets the advantage of its root, and becomes one row.
-            credit = self.objective(rollouts, config)
+            self.credit = credit = self.objective(rollouts, config)
             rows = grpo.make_rows(rollouts, credit, config)
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
@@ -455,6 +460,8 @@ class Trainer:
                 "wait_s": [round(s, 3) for s in world.gather(world.waited - waited)]})
             if config.eval_every and run.state["step"] % config.eval_every == 0:
                 self.keep_best()
+            if time.monotonic() - self.reported > REPORT_SECONDS:
+                self.report()
             run.maybe_save(config.save_every)
             give_back_memory()
         if silent == PATIENCE:
@@ -565,7 +572,7 @@ class Trainer:
         random.Random(f"{config.seed} {phase} {epoch}").shuffle(order)
         return self.questions[order[at]]
 
-    def evaluate(self, name: str, questions: list[tasks.Task]) -> list[Rollout]:
+    def evaluate(self, name: str, questions: list[tasks.Task]) -> None:
         """One tree per held-out question; the scores are kept as results[name]."""
         world = self.world
         self.sampler.load(self.model)
@@ -579,8 +586,10 @@ class Trainer:
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
-        self.report(rollouts)
-        return rollouts
+        if questions is self.heldout:
+            self.measured = [(f"held out, step {self.run.state['step']} #{i}", tree)
+                             for i, tree in enumerate(rollouts)]
+        self.report()
 
     def keep_best(self) -> None:
         """OUT/best has the weights with the best held-out score so far. That score is then
@@ -605,21 +614,21 @@ class Trainer:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
             print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
 
-    def report(self, heldout: list[Rollout], gaps: dict | None = None) -> None:
-        """OUT/report.html: the scores, the curves, the trees of the last step with their
-        group-relative advantages, and held-out trees with the gaps of their tokens."""
+    def report(self, gaps: dict[Node, list[float]] = {}) -> None:
+        """OUT/report.html: the scores, the curves, the trees of the last step with the
+        advantages of their nodes, and held-out trees with the gaps of their tokens."""
         if self.world.rank:
             return
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        trees = [(f"question {tree.group} #{i}", tree)
+        trees = [(f"step {self.run.state['step']} #{i}", tree)
                  for i, tree in enumerate(self.trees)]
-        trees += [(f"held out #{i}", tree) for i, tree in enumerate(heldout)]
-        advantages = grpo.advantages(self.trees, self.config)
         evaluation.write_report(
             self.run.path("report.html"), "Training run", asdict(self.config), rows,
-            trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
-            advantages={tree.root: a for tree, a in zip(self.trees, advantages)},
-            gaps=gaps or {})
+            trees=trees + self.measured, tokenizer=self.tokenizer,
+            metrics=self.run.metrics(), gaps=gaps, defaults=asdict(Config()),
+            advantages={node: statistics.fmean(given.advantages)
+                        for node, given in self.credit.items() if given.advantages})
+        self.reported = time.monotonic()
 
 
 # ------------------------------------------------------------------------------------------

@@ -308,9 +308,12 @@ class Comparison:
             gaps = {}
             if self.model and self.root == self.below:
                 gaps = evaluation.gaps(self.model, [rollout for _, rollout in trees])
+            settings = self.settings()
+            usual = a.defaults | {"children": self.root, "weights": settings["weights"]}
             evaluation.write_report(
-                a.html, "Evaluation", self.settings(), rows, trees=trees,
-                tokenizer=self.tokenizer, gaps=gaps, differences=pairs, notes=remarks)
+                a.html, "Evaluation", settings, rows, trees=trees,
+                tokenizer=self.tokenizer, gaps=gaps, differences=pairs, notes=remarks,
+                defaults=usual)
 
 
 def notes(row: dict, records: dict[int, dict]) -> list[str]:

@@ -1,36 +1,44 @@
 """One self-contained HTML page of an evaluation or a training run: `page(...) -> str`.
 
-The tables and charts are plain HTML and SVG. A script shows the trees, each node when it is
-opened, so that thousands of nodes cost nothing until then. Nothing is fetched.
+The tables and charts are plain HTML and SVG. The trees are deflated JSON; the script of
+report.html shows one of them at a time, each node when it is opened, so that thousands of
+nodes cost nothing until then. Nothing is fetched.
 
-What a model wrote is hostile. It reaches the page in two ways only: as text escaped for
-HTML, and inside the JSON of a <script type="application/json">, where every "<" is written
-\\u003c, so that no </script> can end it. The script makes text nodes of it, never markup,
-and a content security policy lets no other script run.
+What a model wrote is hostile. It reaches the page in three ways only: as text escaped for
+HTML, inside the deflated JSON, of which the script makes text nodes, and as the escaped
+labels of a tree's drawing (lab/chart.py). A content security policy lets no other script
+run.
 
-Left out: everything that computes scores (eval.py). Standard library and tree.py.
+Left out: everything that computes scores (eval.py). Standard library, tree.py and the
+drawing of trees.
 """
 import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import re
+import zlib
+from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from lab import chart as drawings
 from tree import Node, Rollout
 
 
-MOST_NODES = 5_000  # of all trees on a page; the file grows by about 2 kB per node
+TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+MOST_BYTES = 2_000_000  # of all trees on a page, deflated; base64 makes it a third more
 MOST_TEXT = 20_000  # characters of one message on the page
 METHODS = ("rlm1", "retrieval", "direct", "compaction", "rlm0", "rlm2")  # .c0 to .c5
-CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
-    "reward": "mean reward of the sampled trees",
-    "entropy": "entropy, nats per token",
-    "gap": "sampler against trainer, mean |gap| of log-probabilities",
-    "grad_norm": "norm of the gradient",
-    "tokens": "sampled tokens per tree",
-    "flat": "share of groups without a signal",
+SHARES = (0, 0.25, 0.5, 0.75, 1)  # ticks of what is between 0 and 1
+CURVES = {  # a metric of metrics.jsonl, and the caption and unit of its chart
+    "reward": ("Reward", "mean reward"),
+    "entropy": ("Entropy of what is sampled", "nats per token"),
+    "gap": ("Sampler against trainer", "mean |gap| of log-probabilities"),
+    "grad_norm": ("Norm of the gradient", "before clipping"),
+    "tokens": ("Length", "sampled tokens per tree"),
+    "flat": ("Groups without a signal", "share of the groups"),
 }
 
 
@@ -38,16 +46,15 @@ def page(title: str, settings: dict, rows: list[dict],
          trees: Sequence[tuple[str, Rollout]] = (), tokenizer=None,
          metrics: Sequence[dict] = (), advantages: dict[Node, float] = {},
          gaps: dict[Node, list[float]] = {}, differences: Sequence[dict] = (),
-         notes: Sequence[str] = ()) -> str:
+         notes: Sequence[str] = (), defaults: dict = {}) -> str:
     """The page as a text.
 
     `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
     `trees` are (label, rollout); labels that are equal before " #" can be shown together.
-    `advantages` has those of roots, `gaps` for each sampled token of a node its
-    log-probability under the trainer minus that under the sampler."""
-    shown = [f"{name} {value}" for name, value in settings.items()
-             if not isinstance(value, dict) and value not in (None, "")]
-    parts = [f"<h1>{escape(title)}</h1><p class=muted>{escape(' · '.join(shown))}</p>"]
+    `advantages` has those of nodes that were trained, `gaps` for each sampled token of a
+    node its log-probability under the trainer minus that under the sampler. Settings that
+    are as in `defaults` are folded."""
+    parts = [f"<h1>{escape(title)}</h1>", setting_list(settings, defaults)]
     if rows:
         parts.append(score_table(rows))
     if notes:
@@ -55,29 +62,34 @@ def page(title: str, settings: dict, rows: list[dict],
         parts.append(f"<h2>Notes</h2><ul class=muted>{items}</ul>")
     charts = [length_chart(kind, [row for row in rows if row["task"] == kind])
               for kind in dict.fromkeys(row["task"] for row in rows)]
-    charts += [curve(caption, [(m["step"], m[name]) for m in metrics
-                               if m.get("phase") == "grpo" and finite(m.get(name))])
-               for name, caption in CURVES.items()]
+    charts += [curve(name, metrics) for name in CURVES]
     if any(charts):
         parts.append(f"<h2>Charts</h2><div class=figures>{''.join(charts)}</div>")
     if differences:
         parts.append(difference_table(differences))
-    packed = pack(trees, tokenizer, advantages, gaps)
-    if packed["trees"]:
-        parts.append(TREES)
 
-    hashed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    data = json.dumps(packed).replace("<", "\\u003c")  # ASCII, so no U+2028 either
-    text = f"""<!doctype html><html lang=en><meta charset=utf-8>
-<meta name=viewport content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'">
-<title>{escape(title)}</title><style>{STYLE}</style>
-<main>{"".join(parts)}</main>
-<script type="application/json" id=data>{data}</script>
-<script>{SCRIPT}</script></html>
-"""
+    advantages = {node: a for node, a in advantages.items() if finite(a)}  # JSON has no NaN
+    script = TEMPLATE.rpartition("<script>")[2].partition("</script>")[0]
+    policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    fill = {"title": escape(title), "policy": policy, "body": "".join(parts),
+            "data": pack(trees, tokenizer, advantages, gaps)}
+    text = re.sub(r"\{\{(\w+)\}\}", lambda name: fill[name[1]], TEMPLATE)
     return text.encode("utf-8", "replace").decode()
+
+
+def setting_list(settings: dict, defaults: dict) -> str:
+    """What is not as usual, and everything when it is opened."""
+    def line(values: dict) -> str:
+        shown = [f"{name} {value}" for name, value in values.items()]
+        return f"<p class=muted>{escape(' · '.join(shown))}</p>"
+
+    given = {name: value for name, value in settings.items() if value not in (None, "")}
+    changed = {name: value for name, value in given.items()
+               if not isinstance(value, dict) and value != defaults.get(name)}
+    if len(changed) == len(given):
+        return line(changed)
+    return (f"{line(changed)}<details class=flags><summary>all {len(given)} settings"
+            f"</summary>{line(given)}</details>")
 
 
 # ------------------------------------------------------------------------------------------
@@ -126,8 +138,8 @@ def difference_table(differences: Sequence[dict]) -> str:
 def html_table(title: str, head: list[str], lines: list[list[str]]) -> str:
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in lines)
+        "<tr>" + "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>'
+                         for name, cell in zip(head, line)) + "</tr>" for line in lines)
     return (f"<h2>{title}</h2><div class=scroll><table><thead><tr>{names}</tr></thead>"
             f"<tbody>{body}</tbody></table></div>")
 
@@ -152,29 +164,55 @@ def length_chart(task: str, rows: list[dict]) -> str:
         return ""
     lines = {}
     for r in rows:
-        said = f"{r['method']}, {r['length']:,} tokens: {r['score']:.3f} {interval(r)}"
+        said = f"{r['length']:,} tokens: {r['score']:.3f} {interval(r)}"
         point = (math.log(r["length"]), r["score"], r["low"], r["high"], said)
         lines.setdefault(r["method"], []).append(point)
-    return chart(f"{task}: score against tokens of context", lines,
-                 [(math.log(length), short(length)) for length in lengths],
-                 (0, 0.25, 0.5, 0.75, 1))
+    return chart(f"{task}: score against length", lines,
+                 [(math.log(length), short(length)) for length in lengths], SHARES,
+                 "tokens of context", "mean score")
 
 
-def curve(caption: str, points: list[tuple[float, float]]) -> str:
-    """A metric over the steps; "" for fewer than two points."""
+def curve(name: str, metrics: Sequence[dict]) -> str:
+    """A metric over the steps of GRPO, the reward with what was held out; "" for fewer than
+    two points."""
+    caption, unit = CURVES[name]
+    points = [(m["step"], m[name], m[name], m[name], "") for m in metrics
+              if m.get("phase") == "grpo" and finite(m.get(name))]
     if len(points) < 2:
         return ""
-    values = [value for _, value in points]
-    low, high = min(0.0, *values), max(values)
+    lines = {"training": points}
+    for m in metrics if name == "reward" else ():
+        if m.get("phase") == "eval" and "step" in m:
+            # heldout_warmup, _now and _final: the same questions; heldout_4x: longer ones.
+            times = m["name"].rpartition("_")[2]
+            line = f"held out, {times} as long" if times.endswith("x") else "held out"
+            said = f"step {m['step']}: {m['score']:.3f} {interval(m)}"
+            lines.setdefault(line, []).append(
+                (m["step"], m["score"], m["low"], m["high"], said))
+    steps = [point[0] for line in lines.values() for point in line]
+    y_ticks = SHARES
+    if name not in ("reward", "flat"):
+        values = [value for _, value, *_ in points]
+        y_ticks = ticks(min(0.0, *values), max(values))
+    return chart(caption, lines, [(v, f"{v:g}") for v in ticks(min(steps), max(steps), 6)],
+                 y_ticks, "step of GRPO", unit)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers, at most `most` + 1 of them, the first not above `low` and the last not
+    below `high`: multiples of 1, 2 or 5 times a power of ten."""
     if high <= low:
         high = low + 1.0
-    line = [(step, value, value, value, "") for step, value in points]
-    ends = [(step, str(step)) for step, _ in (points[0], points[-1])]
-    return chart(caption, {"": line}, ends, (low, (low + high) / 2, high))
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for size in (1, 2, 5, 10, 20):
+        first, last = math.floor(low / power / size), math.ceil(high / power / size)
+        if last - first <= most:
+            break
+    return [i * size * power for i in range(first, last + 1)]
 
 
 def chart(caption: str, lines: dict[str, list[tuple]], x_ticks: list[tuple[float, str]],
-          y_ticks: Sequence[float]) -> str:
+          y_ticks: Sequence[float], x_name: str, y_name: str) -> str:
     """An SVG figure. A line is a list of points (x, y, low, high, what it says); a point
     that says nothing has no mark."""
     first, last = x_ticks[0][0], x_ticks[-1][0]
@@ -184,33 +222,41 @@ def chart(caption: str, lines: dict[str, list[tuple]], x_ticks: list[tuple[float
         return 76 + 374 * (value - first) / ((last - first) or 1)
 
     def y(value: float) -> float:
-        return 250 - 236 * (value - bottom) / (top - bottom)
+        return 264 - 236 * (value - bottom) / (top - bottom)
 
-    parts, legend = [], []
+    parts = [f'<text x=4 y=14>{escape(y_name)}</text>'
+             f'<text x=263 y=306 text-anchor=middle>{escape(x_name)}</text>']
+    legend, taken = [], []
     for v in y_ticks:
         parts.append(f'<line x1=76 x2=470 y1={y(v):.1f} y2={y(v):.1f} class=grid />'
-                     f'<text x=70 y={y(v) + 5:.1f} text-anchor=end>{v:.3g}</text>')
+                     f'<text x=70 y={y(v) + 5:.1f} text-anchor=end>{v:.6g}</text>')
     for v, name in x_ticks:
-        parts.append(f'<text x={x(v):.0f} y=272 text-anchor=middle>{name}</text>')
+        parts.append(f'<text x={x(v):.0f} y=286 text-anchor=middle>{name}</text>')
     for i, (name, points) in enumerate(lines.items()):
+        if len(lines) > 1 and not any(value for _, value, *_ in points):
+            legend.append(f"<li>{escape(name)}: 0 everywhere</li>")
+            continue
         base = name.removesuffix("-bare")
-        style = f"c{METHODS.index(base) if base in METHODS else 0}"
+        style = f"c{METHODS.index(base) if base in METHODS else i % len(METHODS)}"
         if base != name:
             style += " bare"
         corners = []
         for at, value, low, high, said in points:
-            cx = x(at) + 3 * i  # side by side, so that no interval hides another
-            corners.append(f"{cx:.1f},{y(value):.1f}")
+            # Beside each other, so that no line and no interval hides another.
+            aside = 3 * taken.count((at, value))
+            taken.append((at, value))
+            cx, cy = x(at) + 3 * i * bool(said), y(value) - aside
+            corners.append(f"{cx:.1f},{cy:.1f}")
             if not said:
                 continue
             parts.append(
                 f'<line x1={cx:.1f} x2={cx:.1f} y1={y(low):.1f} y2={y(high):.1f} '
-                f'class="{style}"/><circle cx={cx:.1f} cy={y(value):.1f} r=3 '
-                f'class="{style}"><title>{escape(said)}</title></circle>')
+                f'class="{style}"/><circle cx={cx:.1f} cy={cy:.1f} r=4 '
+                f'class="{style}"><title>{escape(f"{name}, {said}")}</title></circle>')
         parts.append(f'<polyline points="{" ".join(corners)}" class="{style}"/>')
-        if name:
+        if len(lines) > 1:
             legend.append(f'<li><i class="{style}"></i>{escape(name)}</li>')
-    return (f'<figure><figcaption>{escape(caption)}</figcaption><svg viewBox="0 0 480 280" '
+    return (f'<figure><figcaption>{escape(caption)}</figcaption><svg viewBox="0 0 480 310" '
             f'role=img aria-label="{escape(caption)}">{"".join(parts)}</svg>'
             f'<ul class=legend>{"".join(legend)}</ul></figure>')
 
@@ -230,20 +276,46 @@ def finite(value: Any) -> bool:
 # Trees
 
 def pack(trees: Sequence[tuple[str, Rollout]], tokenizer=None,
-         advantages: dict[Node, float] = {}, gaps: dict[Node, list[float]] = {}) -> dict:
-    """Trees as JSON values for the script: whole ones, in order, up to MOST_NODES nodes.
+         advantages: dict[Node, float] = {}, gaps: dict[Node, list[float]] = {}) -> str:
+    """JSON lines, deflated, in base64: one line per tree, until they fill MOST_BYTES, and
+    a last one: which tree to open, and how many are left out."""
+    deflate = zlib.compressobj()
+    parts, size, count = [], 0, 0
+
+    def squeezed(row: dict) -> bytes:
+        line = json.dumps(row, separators=(",", ":")) + "\n"
+        return deflate.compress(line.encode()) + deflate.flush(zlib.Z_SYNC_FLUSH)
+
+    for row in packed(trees, tokenizer, advantages, gaps):
+        parts.append(squeezed(row))
+        count += 1
+        size += len(parts[-1])
+        if size > MOST_BYTES:
+            break
+    first = opening(trees[:count])
+    parts.append(squeezed({"first": first, "left_out": len(trees) - count}))
+    return base64.b64encode(b"".join(parts) + deflate.flush()).decode()
+
+
+def packed(trees: Sequence[tuple[str, Rollout]], tokenizer, advantages: dict[Node, float],
+           gaps: dict[Node, list[float]]) -> Iterator[dict]:
+    """Trees as JSON values for the script.
 
     The keys are short, since there are thousands of each. A text that repeats (the system
-    prompts) is stored once, in `texts`; others refer to it by its number."""
-    texts: dict[str, int] = {}
-    pieces: dict[int, str] = {}  # what each token stands for
+    prompts) and what a token stands for are in the value of the first tree that needs them;
+    turns and nodes refer to a text by its number."""
+    numbers: dict[str, int] = {}  # of each text
+    new_texts: list[str] = []
+    new_pieces: dict[int, str] = {}
+    known: set[int] = set()  # tokens
+    largest = max(map(abs, advantages.values()), default=0.0)
 
     def text(value: Any) -> int:
-        if not isinstance(value, str):
-            value = json.dumps(value, ensure_ascii=False, indent=1)
-        if len(value) > MOST_TEXT:
-            value = f"{value[:MOST_TEXT]}\n… {len(value) - MOST_TEXT:,} more characters"
-        return texts.setdefault(value, len(texts))
+        value = cut(as_text(value))
+        if value not in numbers:
+            numbers[value] = len(numbers)
+            new_texts.append(value)
+        return numbers[value]
 
     def pack_turn(turn, node_gaps) -> dict:
         sampled = turn.logprobs is not None
@@ -251,220 +323,146 @@ def pack(trees: Sequence[tuple[str, Rollout]], tokenizer=None,
         if tokenizer is None or not 0 < len(turn.ids) <= MOST_TEXT:
             return row
         row["i"] = turn.ids
-        for i in turn.ids:
-            if i not in pieces:
-                pieces[i] = tokenizer.decode([i])
+        for i in set(turn.ids) - known:
+            known.add(i)
+            new_pieces[i] = tokenizer.decode([i])
         if sampled:
-            row["l"] = [round(p, 3) if finite(p) else 0 for p in turn.logprobs]
-            row["g"] = [float(f"{next(node_gaps, 0):.1e}") for _ in turn.ids]
+            row["l"] = [round(p, 2) if finite(p) else 0 for p in turn.logprobs]
+        if sampled and node_gaps is not None:  # their order of magnitude is what counts
+            of_turn = [next(node_gaps, 0) for _ in turn.ids]
+            row["g"] = [float(f"{gap:.0e}") if finite(gap) else 0 for gap in of_turn]
         return row
 
-    def pack_tree(label: str, rollout: Rollout, nodes: list[Node]) -> dict:
-        at = {node: i for i, node in enumerate(nodes)}
-        rows = []
-        for node in nodes:
-            node_gaps = iter(gaps.get(node, ()))
-            rows.append({
-                "p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
-                "c": [at[child] for child in node.children], "err": len(node.errors),
-                "sec": round(node.repl_seconds, 3), "a": text(node.answer),
-                "t": [pack_turn(turn, node_gaps) for turn in node.turns],
-                "g": int(node in gaps)})
-        task = rollout.task if isinstance(rollout.task, dict) else vars(rollout.task)
-        return {"name": label, "query": task.get("query", ""), "reward": rollout.reward,
-                "failed": rollout.failed, "gold": text(task.get("answer")),
-                "adv": advantages.get(rollout.root), "nodes": rows}
+    def pack_node(node: Node, at: dict[Node, int]) -> dict:
+        node_gaps = iter(gaps[node]) if node in gaps else None
+        return {
+            "p": ".".join(map(str, node.path)), "k": node.kind, "e": node.end,
+            "c": [at[child] for child in node.children], "err": len(node.errors),
+            "sec": round(node.repl_seconds, 3), "n": drawings.sampled(node),
+            "own": node.score if finite(node.score) else None,
+            "adv": advantages.get(node), "a": text(node.answer),
+            "t": [pack_turn(turn, node_gaps) for turn in node.turns],
+            "g": int(node in gaps)}
 
-    packed, count = [], 0
     for label, rollout in trees:
-        nodes = list(rollout.root.walk())
-        if packed and count + len(nodes) > MOST_NODES:
-            break
-        count += len(nodes)
-        packed.append(pack_tree(label, rollout, nodes))
-    return {"trees": packed, "left_out": len(trees) - len(packed), "texts": list(texts),
-            "pieces": pieces}
+        at = {node: i for i, node in enumerate(rollout.root.walk())}
+        task = rollout.task if isinstance(rollout.task, dict) else vars(rollout.task)
+        answer, gold = marked(rollout.root.answer, task.get("answer"))
+        tree = {
+            "name": label, "group": rollout.group, "query": task.get("query", ""),
+            "reward": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
+            "depth": max(node.depth for node in at),
+            "sampled": sum(drawings.sampled(node) for node in at),
+            "errors": sum(len(node.errors) for node in at), "answer": answer, "gold": gold,
+            "svg": drawings.tree(rollout.root, advantages, largest),
+            "nodes": [pack_node(node, at) for node in at]}
+        yield {"tree": tree, "texts": new_texts, "pieces": new_pieces}
+        new_texts, new_pieces = [], {}
 
 
-TREES = """<h2>Trees</h2><div class=browser><nav>
-<label>Show <select id=filter></select></label>
-<label>sorted by <select id=order><option>as run<option>lowest reward<option>highest reward
-<option>most nodes</select></label><div id=list></div></nav>
-<section id=tree></section></div>"""
+def opening(trees: Sequence[tuple[str, Rollout]]) -> int:
+    """Which tree to open: the worst interesting one. That is the tree with the lowest
+    reward in the group whose rewards differ most. Where no group's do (an evaluation has
+    one tree per question), it is the worst that ended properly or delegated. Of equally bad
+    ones it is the largest tree."""
+    groups, proper = {}, []
+    for i, (label, tree) in enumerate(trees):
+        if tree.failed:
+            continue
+        groups.setdefault((label.split(" #")[0], tree.group), []).append(i)
+        if drawings.answered(tree.root) or tree.root.children:
+            proper.append(i)
 
-STYLE = """
-:root{color-scheme:light dark;--bg:light-dark(#fff,#14161a);
---fg:light-dark(#1b1d22,#e4e6eb);--muted:light-dark(#666c78,#9aa1ae);
---line:light-dark(#dfe2e8,#30343c);
---soft:light-dark(#f4f5f8,#1d2026);--blue:light-dark(#1f6fd0,#5aa2f5)}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif;
-overflow-wrap:anywhere}
-main{max-width:1200px;margin:0 auto;padding:16px}
-h1{font-size:1.5rem;margin:.3em 0}h2{font-size:1.15rem;margin:1.6em 0 .5em}h3{margin:0}
-.muted{color:var(--muted);font-size:.87rem}
-.bad{color:light-dark(#b3261e,#ff8a80)}
+    def spread(members: list[int]) -> float:
+        rewards = [trees[i][1].reward for i in members]
+        return max(rewards) - min(rewards)
 
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
-th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--line);
-white-space:nowrap}th{color:var(--muted);font-weight:500}
-th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
+    widest = max(groups.values(), key=spread, default=[])
+    if not widest or spread(widest) == 0:
+        widest = proper or range(len(trees))
 
-.figures{display:flex;flex-wrap:wrap;gap:16px}
-figure{margin:0;flex:1 1 300px;max-width:520px}
-figcaption{font-weight:600;font-size:.9rem}svg{width:100%;height:auto}
-svg text{fill:var(--muted);font-size:14px}.grid{stroke:var(--line)}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:4px 0;
-font-size:.87rem}.bare{stroke-dasharray:5 4}
-.legend i{display:inline-block;width:18px;border-top:3px solid;margin:0 6px 4px 0}
-.legend .bare{border-top-style:dashed}
-[class^=c]{stroke:var(--c);fill:var(--c)}i[class^=c]{color:var(--c)}
-.c0{--c:var(--blue)}.c1{--c:light-dark(#c8541b,#f08a4f)}.c2{--c:light-dark(#1a8a5f,#45c493)}
-.c3{--c:light-dark(#8250c4,#b48bf0)}.c4{--c:light-dark(#b8860b,#e0b23c)}
-.c5{--c:light-dark(#c2306b,#f06a9d)}polyline[class]{fill:none;stroke-width:2.5}
+    def badness(i: int) -> tuple[float, int]:
+        tree = trees[i][1]
+        return -tree.reward, len(list(tree.root.walk()))
 
-.browser{display:grid;grid-template-columns:280px 1fr;gap:16px}.browser>*{min-width:0}
-label{display:block;font-size:.87rem;color:var(--muted);margin-bottom:6px}
-select,button{font:inherit;color:inherit;background:var(--soft);border-radius:6px;
-border:1px solid var(--line);padding:4px 8px;max-width:100%;cursor:pointer}
-#list{max-height:70vh;overflow:auto}#list button:focus{border-color:var(--blue)}
-#list button{display:block;width:100%;text-align:left}
-details{border-left:2px solid var(--line);padding-left:10px;margin:4px 0}
-summary{cursor:pointer;padding:3px 0}
-.turn{margin:8px 0;border:1px solid var(--line);border-radius:6px;overflow:hidden}
-.turn>b{display:block;padding:2px 8px;font-size:.78rem;font-weight:500;
-background:var(--soft);color:var(--muted)}
-.turn.assistant{border-color:var(--blue)}.turn p{margin:0;padding:6px 8px 0}
-pre{margin:0;padding:8px;font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;
-max-height:420px;overflow:auto}
-.tokens span{border-radius:2px;cursor:pointer}.tokens .off{color:var(--muted)}
-.tokens .on{box-shadow:inset 0 -1px var(--fg)}
-@media(max-width:700px){.browser{grid-template-columns:1fr}#list{max-height:200px}}
-"""
+    return max(widest, key=badness, default=0)
 
-SCRIPT = """'use strict';
-const data = JSON.parse(document.getElementById('data').textContent);
-const $ = id => document.getElementById(id);
-const MORE = 200;  // elements that are made at once, so that thousands stay quick
 
-function el(tag, text = '', kind = '', ...inside) {  // text only ever becomes text nodes
-  const e = document.createElement(tag);
-  e.textContent = text;
-  e.className = kind;
-  e.append(...inside);
-  return e;
-}
+# --- the answer beside the gold -----------------------------------------------------------
 
-function paged(box, items, make) {
-  let at = 0;
-  const more = el('button');
-  more.onclick = () => {
-    more.remove();
-    for (const item of items.slice(at, at += MORE)) box.append(make(item));
-    if (at >= items.length) return;
-    more.textContent = (items.length - at) + ' more';
-    box.append(more);
-  };
-  more.onclick();
-}
+def marked(answer: Any, gold: Any) -> tuple[list, list]:
+    """Both as [text, is it a hit?] in a row.
 
-function tokens(turn, hasGap) {
-  let about = 'Tap a token. Underlined: sampled (mask 1); the warmer, the less likely.';
-  if (turn.s && hasGap) {
-    const largest = Math.max(0, ...turn.g.map(Math.abs));
-    about += ` Largest |gap| of log-probabilities: ${largest.toExponential(1)}.`;
-  }
-  const info = el('p', about, 'muted');
-  const spans = turn.i.map((id, k) => {
-    const span = el('span', data.pieces[id], turn.s ? 'on' : 'off');
-    let facts = `${JSON.stringify(data.pieces[id])}  id ${id}  mask ${turn.s}`;
-    if (turn.s) {
-      const heat = Math.min(0.85, -turn.l[k] / 4).toFixed(2);
-      span.style.background = `rgba(232,126,46,${heat})`;
-      facts += `  log-probability ${turn.l[k]}`;
-      if (hasGap) facts += `  gap ${turn.g[k]}`;
-    }
-    span.onclick = () => { info.textContent = facts; };
-    return span;
-  });
-  return el('div', '', '', info, el('pre', '', 'tokens', ...spans));
-}
+    A value of one is a hit where the other has the same value, under the same key if both
+    are dicts. If a value is a part of one of the other side, this part is. Case and white
+    space do not count. Texts that are too long, and those without a hit, are left plain."""
+    plain = [[cut(as_text(answer)), 0]], [[cut(as_text(gold)), 0]]
+    whole = isinstance(gold, list) and any(isinstance(part, list) for part in gold)
+    mine, theirs = leaves(answer, whole=whole), leaves(gold, whole=whole)
+    size = sum(len(text) for _, text in mine + theirs)
+    if size > MOST_TEXT or len(mine) * len(theirs) > MOST_TEXT:
+        return plain
+    spans = {}  # (side, number of the leaf) -> its hits, as (begin, end)
+    for i, (key, a) in enumerate(mine):
+        for j, (other, b) in enumerate(theirs):
+            if key and other and key != other:
+                continue
+            for text, part, whole_of, part_of in (
+                    (a, b, (1, j), (0, i)), (b, a, (0, i), (1, j))):
+                if hits := found(part, text):
+                    spans.setdefault(part_of, []).extend(hits)
+                    spans.setdefault(whole_of, []).append((0, len(part)))
+    if not any(spans.values()):
+        return plain
+    sides = [[part for i, leaf in enumerate(side)
+              for part in leaf_parts(*leaf, spans.get((which, i), []))]
+             for which, side in enumerate((mine, theirs))]
+    return sides[0], sides[1]
 
-function block(name, text, kind = '') {
-  return el('div', '', 'turn ' + kind, el('b', name + ' '), el('pre', text));
-}
 
-function message(turn, hasGap) {
-  const box = block(turn.r, data.texts[turn.x], turn.r);
-  if (!turn.i) return box;
-  let shown = box.lastChild, hidden;
-  const flip = el('button', turn.i.length + ' tokens');
-  flip.onclick = () => {
-    hidden ??= tokens(turn, hasGap);
-    shown.replaceWith(hidden);
-    [shown, hidden] = [hidden, shown];
-  };
-  box.firstChild.append(flip);
-  return box;
-}
+def leaves(value: Any, key: str = "", whole: bool = False) -> list[tuple[str, str]]:
+    """The values of a JSON value as texts, each with its key, "" without one. With `whole`
+    a list that holds no list (a pair, say) is one value."""
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [leaf for name, part in value.items()
+                for leaf in leaves(part, str(name), whole)]
+    if isinstance(value, list):
+        inner = any(isinstance(part, (list, dict)) for part in value)
+        if inner or not whole:
+            return [leaf for part in value for leaf in leaves(part, key, whole)]
+        return [(key, json.dumps(value))]
+    return [(key, as_text(value))]
 
-function branch(tree, i) {
-  const node = tree.nodes[i];
-  const said = node.t.filter(t => t.r === 'assistant').length;
-  const answer = data.texts[node.a].replace(/\\s+/g, ' ').slice(0, 80);
-  const isBad = node.err || !['final', 'text'].includes(node.e);
-  const name = node.p ? node.k + ' ' + node.p : 'root';
-  const errors = node.err ? ` · ${node.err} errors` : '';
-  const line = `${name} · ${node.e} · ${said} messages · ${node.c.length} children` +
-    `${errors} → ${answer}`;
-  const box = el('details', '', '', el('summary', line, isBad ? 'bad' : ''));
-  box.ontoggle = () => {
-    if (box.childElementCount > 1) return;
-    let facts = `REPL ${node.sec} s`;
-    if (tree.adv !== null)
-      facts += ` · ${i ? 'inherited advantage' : 'advantage'} ${tree.adv.toFixed(3)}`;
-    const below = el('div');
-    box.append(el('p', facts, 'muted'), ...node.t.map(turn => message(turn, node.g)),
-      block('answer', data.texts[node.a]), below);
-    if (node.c.length) paged(below, node.c, child => branch(tree, child));
-  };
-  return box;
-}
 
-function show(tree) {
-  let head = tree.failed ? 'failed: ' + tree.failed : 'reward ' + tree.reward.toFixed(3);
-  if (!tree.failed && tree.adv !== null)
-    head += ` · advantage ${tree.adv.toFixed(3)}, inherited by every node`;
-  const root = branch(tree, 0);
-  $('tree').replaceChildren(el('h3', tree.name), el('p', head),
-    block('question', tree.query), block('gold answer', data.texts[tree.gold]), root);
-  root.open = true;
-}
+def found(needle: str, text: str) -> list[tuple[int, int]]:
+    """Where the words of `needle` stand in the text; a short one has to be all of it."""
+    words, among = needle.casefold().split(), text.casefold().split()
+    if words == among:
+        return [(0, len(text))] if words else []
+    if len(needle) < 3 or " ".join(words) not in " ".join(among):
+        return []
+    pattern = r"(?<!\w)" + r"\s+".join(map(re.escape, words)) + r"(?!\w)"
+    return [match.span() for match in re.finditer(pattern, text, re.IGNORECASE)]
 
-function list() {
-  const kind = $('filter').value, order = $('order').selectedIndex;
-  const trees = data.trees.filter(t => kind === 'all' || t.name.split(' #')[0] === kind);
-  const key = [() => 0, t => t.reward, t => -t.reward, t => -t.nodes.length][order];
-  trees.sort((a, b) => key(a) - key(b));
-  $('list').replaceChildren();
-  paged($('list'), trees, tree => {
-    const score = tree.failed ? 'failed' : tree.reward.toFixed(2);
-    const button = el('button', `${tree.name} · ${score} · ${tree.nodes.length} nodes`);
-    button.onclick = () => show(tree);
-    return button;
-  });
-  if (data.left_out)
-    $('list').append(el('p', data.left_out + ' trees are not on this page', 'muted'));
-}
 
-if (data.trees.length) {
-  for (const kind of ['all', ...new Set(data.trees.map(t => t.name.split(' #')[0]))]) {
-    const option = el('option', kind);
-    option.value = kind;  // its text would lose line breaks
-    $('filter').append(option);
-  }
-  $('filter').onchange = $('order').onchange = list;
-  list();
-}
-"""
+def leaf_parts(key: str, text: str, spans: list[tuple[int, int]]) -> list:
+    parts, at = [[f"{key}: " if key else "", 0]], 0
+    for begin, end in sorted(spans):
+        if end > at:
+            parts += [[text[at:max(at, begin)], 0], [text[max(at, begin):end], 1]]
+            at = end
+    return [*parts, [text[at:] + "\n", 0]]
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, indent=1)
+
+
+def cut(text: str) -> str:
+    if len(text) <= MOST_TEXT:
+        return text
+    return f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters"

@@ -1,8 +1,12 @@
 """What several test files share. Before torch is loaded: one thread, for small models on a
 machine that may be busy."""
+import base64
+import json
 import os
+import re
 import signal
 import sys
+import zlib
 
 import pytest
 
@@ -24,6 +28,16 @@ def command(module, monkeypatch, *args):
     except SystemExit as stop:
         return stop.code
     return None
+
+
+def data_of(page):
+    """What a report page holds of its trees, put together as its script does."""
+    packed = re.search(r"id=data>([A-Za-z0-9+/=]*)</script>", page)[1]
+    text = zlib.decompress(base64.b64decode(packed)).decode("ascii")
+    *lines, last = map(json.loads, text.splitlines())
+    return last | {"trees": [line["tree"] for line in lines],
+                   "texts": [text for line in lines for text in line["texts"]],
+                   "pieces": {k: v for line in lines for k, v in line["pieces"].items()}}
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import data_of
 from eval import rlm_config
 from lab import api
 from lab.api import API, Account, APIError, Stop, Unavailable, Unreachable
@@ -249,7 +250,8 @@ def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
     assert "root · The question?" in done.stdout and "root » ```repl" in done.stdout
     assert done.stdout.count("root · REPL output:") == 5 and "\x1b" not in done.stdout
     page = (tmp_path / "tree.html").read_text()
-    assert "The question?" in page and "\\u001b[2Jseen" in page
+    texts = "".join(data_of(page)["texts"])
+    assert "The question?" in page and "\x1b[2Jseen" in texts
 
     for flags, says in ((("--api", server.url), "--api-model NAME"),
                         (("--api", server.url, "--api-model", "m", "--html",

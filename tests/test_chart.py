@@ -1,10 +1,13 @@
 """Charts: the committed one again, and curves from the files of runs."""
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 from conftest import command
 
 from lab import chart
+from tree import Node, Rollout, Turn, write_rollouts
 
 RESULTS = Path(chart.__file__).parent / "results"
 
@@ -37,6 +40,37 @@ def test_a_curve_is_the_mean_of_its_runs_as_a_moving_average(tmp_path, monkeypat
     drawn = out.read_text()
     assert drawn.count("<polyline") == 3  # two runs and their mean, over the steps of both
     assert "&lt;x&gt; 0.45</text>" in drawn  # (0.4 + 0.5) / 2 at step 6
+    assert ">2 seeds</text>" in drawn
+
+
+def test_labels_of_lines_that_end_together_do_not_lie_on_each_other():
+    drawn = chart.svg({"a": [[0.5] * 3], "b": [[0.5] * 3], "c": [[0.51] * 3]}, "title")
+    found = re.findall(r'y="([\d.]+)"[^>]*>([abc]) 0.5', drawn)
+    heights = sorted(float(y) for y, _ in found)
+    assert len(found) == 3 and all(b - a > 30 for a, b in zip(heights, heights[1:]))
+
+
+def test_a_row_of_one_seed_looks_different_from_one_of_three():
+    one, three = (chart.dots({"x": values}, "") for values in ([0.5], [0.4, 0.5, 0.6]))
+    assert ">1 seed<" in one and ">3 seeds<" in three
+    bar = 'stroke-width="3"'  # the mean
+    assert bar not in one and bar in three
+    assert 'fill-opacity="0"' in one and 'fill-opacity="0"' not in three
+
+
+def test_a_saved_tree_becomes_a_picture(tmp_path, monkeypatch):
+    root = Node(end="final", answer={"a": "<b>"})
+    root.add(Turn("assistant", "text", (1, 2), (-0.5, -0.5)))
+    root.children.append(Node((0,), end="final", answer="plants"))
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "tree.svg"
+    write_rollouts(trees, [Rollout({}, "g", Node(), 0.0), Rollout({}, "g", root, 1.0)])
+    assert command(chart, monkeypatch, out, "--tree", trees, "--number", 1) is None
+    assert chart.tree(root, style=chart.ALONE) == out.read_text()
+    ElementTree.parse(out)
+    assert ">0 plants</text>" in out.read_text()
+    for wrong in (("--tree", trees, "--number", 2), ("x=y", "--tree", trees), (),
+                  ("--tree", tmp_path / "none")):
+        assert "\n" not in command(chart, monkeypatch, out, *wrong)
 
 
 def test_a_run_without_steps_or_a_missing_file_is_one_line(tmp_path, monkeypatch):

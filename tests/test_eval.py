@@ -12,6 +12,7 @@ import pytest
 import eval as evaluation
 import rlm
 import tasks
+from conftest import data_of
 from lab import compare
 from repl import REPLError
 from rlm import RLMConfig
@@ -233,8 +234,8 @@ def test_a_model_answers_and_its_page_has_the_gaps_of_its_tokens(command, tiny, 
     message, text = command("--model", tiny, "--n", 2, "--html", tmp_path / "r.html")
     assert message is None and "2 of 2 gave no answer" in text
     page = (tmp_path / "r.html").read_text()
-    data = json.loads(re.search("id=data>(.*?)</script>", page, re.S)[1])
-    root = data["trees"][0]["nodes"][0]
+    assert "temperature" not in page.partition("<details")[0]  # it is as usual
+    root = data_of(page)["trees"][0]["nodes"][0]
     gaps = [gap for turn in root["t"] for gap in turn.get("g", ())]
     assert gaps and max(map(abs, gaps)) < 1e-3
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHORT, command
+from conftest import SHORT, command, data_of
 
 import eval as evaluation
 import rlm
@@ -79,8 +79,9 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     assert all(row["largest_gap"] < 1e-4 for row in steps)
     saved = rlm.RLMConfig.load(short_run / "final" / "rlm.json")
     assert saved == train.tiny_rlm(train.Config())
-    page = (short_run / "report.html").read_text()
-    assert "held out #0" in page and "question 1 #" in page
+    trees = data_of((short_run / "report.html").read_text())["trees"]
+    assert [tree["name"] for tree in trees] == [f"step 2 #{i}" for i in range(4)] + [
+        f"held out, step 2 #{i}" for i in range(3)]
 
 
 def test_the_tokenizer_of_a_tiny_model_fits_it(short_run):
@@ -245,8 +246,29 @@ def test_the_report_can_be_read_while_a_run_goes_on(short_run, tmp_path, monkeyp
     assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                    "--warmup-steps", 0, "--heldout", 1, "--eval-every", 1,
                    "--out", tmp_path / "r") is None
-    assert len(seen) == 2 and "held out #0" in seen[0]
-    assert "question 1 #" not in seen[0] and "question 1 #" in seen[1]
+    first, second = ([tree["name"] for tree in data_of(page)["trees"]] for page in seen)
+    assert first == ["held out, step 0 #0"]
+    assert second[0] == "step 1 #0" and second[-1] == "held out, step 1 #0"
+
+
+def test_the_report_is_written_between_evaluations_too(short_run, tmp_path, monkeypatch):
+    seen = []
+
+    def look(trainer, step):
+        seen.append(data_of((tmp_path / "r" / "report.html").read_text())["trees"])
+        return collect(trainer, step)
+
+    collect = train.Trainer.collect
+    monkeypatch.setattr(train, "REPORT_SECONDS", -1.0)
+    monkeypatch.setattr(train.Trainer, "collect", look)
+    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                   "--warmup-steps", 0, "--heldout", 1, "--out", tmp_path / "r") is None
+    assert [trees[0]["name"] for trees in seen] == ["held out, step 0 #0", "step 1 #0"]
+    # Each node has the advantage that it was trained with.
+    advantages = [node["adv"] for tree in seen[1][:4] for node in tree["nodes"]
+                  if node["n"]]
+    assert advantages and None not in advantages
+    assert seen[1][-1]["nodes"][0]["adv"] is None  # held out
 
 
 def test_lines_of_a_run_appear_at_once_in_a_file(tmp_path):
