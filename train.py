@@ -286,7 +286,7 @@ class Trainer:
               f"model's window {self.rlm.window:,}")
         with run.stop:
             try:
-self.learn()
+                self.learn()
             except Stopped:
                 run.save_checkpoint()
                 raise
