@@ -742,6 +742,18 @@ def test_a_child_is_scored_on_its_page():
         assert tasks.part_score(task, part, answer) == pytest.approx(score)
 
 
+def test_a_child_of_deep_is_scored_on_its_part():
+    [task] = made("deep", 1)
+    section = task.context[0][0]
+    first, second = (deep.DICTIONARY[word] for text in section for word in text.split()
+                     if word in deep.DICTIONARY)
+    for part, answer, score in (
+            (section, [first, second], 1.0), (section, first, 2 / 3), (section, None, 0.0),
+            (section[0], [first, second], 2 / 3), (task.context, task.answer, 1.0),
+            ("no such word", [first], None), (None, [first], None), ([], [], None)):
+        assert tasks.part_score(task, part, answer) == pytest.approx(score)
+
+
 @pytest.mark.parametrize("style", ["full", "brief"])
 def test_the_oracle_reads_every_page_of_definitions(style):
     for task in [*made("definitions", 3), *dictionary_questions(1, True, 2_500)]:
