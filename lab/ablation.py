@@ -284,7 +284,8 @@ def main() -> None:
     args = parser.parse_args()
     names = [args.set]
     if args.set == "credit":
-        names = ["credit-evidence", "credit-deep", *["credit-definitions"] * bool(args.model)]
+        names = ["credit-evidence", "credit-deep"]
+        names += ["credit-definitions"] if args.model else []
     try:
         for name in names:
             run(name, args.out, args.model)

@@ -166,7 +166,8 @@ def main():
     for name, switches in OTHERS:
         config = GRPOConfig(objective=name, **switches)
         groups = forks_of if name == "fork" else groups_of
-        table_row(config, expected_gradient(config, GROUP, getattr(objectives, name), groups))
+        objective = getattr(objectives, name)
+        table_row(config, expected_gradient(config, GROUP, objective, groups))
 
 
 if __name__ == "__main__":

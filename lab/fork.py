@@ -70,9 +70,9 @@ async def collect(questions: list, policy, tokenizer, config: rlm.RLMConfig, key
         return Completion(turn.text, turn.ids, None)
 
     async def sample(places: list[int]) -> dict[int, Rollout]:
-        asked, names, their = ([of[i] for i in places] for of in (questions, groups, numbers))
         trees = await rlm.collect(
-            asked, remembering, tokenizer, config, key, names, numbers=their, **more)
+            [questions[i] for i in places], remembering, tokenizer, config, key,
+            [groups[i] for i in places], numbers=[numbers[i] for i in places], **more)
         return dict(zip(places, trees))
 
     place = [i - groups.index(group) for i, group in enumerate(groups)]  # in its group

@@ -62,7 +62,7 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     assert (tmp_path / "two.svg").read_text().count("<circle") == 4
     assert (tmp_path / "two-tokens.svg").read_text().count("<circle") == 4
     head, _, row, _ = (tmp_path / "two.md").read_text().split("\n\n")[1].splitlines()
-    assert head.endswith("| difference | 4 times as long | tokens | nodes | critical path |")
+    assert head.endswith("| 4 times as long | tokens | nodes | critical path |")
     assert row.endswith("| 0.200 | 80 | 4.0 | 30 |")
 
     two["summed"] = "--children mean"

@@ -9,7 +9,7 @@ import pytest
 from conftest import SHORT, command
 from test_grpo import node, plain, rollout
 from test_objectives import gradient_agrees
-from test_rlm import Script, block, tiny  # noqa: F401 (a fixture)
+from test_rlm import Script, block, tiny  # `tiny` is a fixture
 
 import train
 from grpo import make_rows
@@ -24,7 +24,8 @@ ROOT = [block("a = rlm_query_batched('read', ['x', 'y'])"),
 def sample(tokenizer, questions=2, group=4):
     """Groups of trees of a policy whose children say something else whenever asked."""
     fresh, asked = count(), []
-    scripted = Script({(): ROOT, "*": lambda node: block(f"FINAL({next(fresh)})")}, tokenizer)
+    says = {(): ROOT, "*": lambda node: block(f"FINAL({next(fresh)})")}
+    scripted = Script(says, tokenizer)
 
     async def policy(node, max_tokens, key):
         asked.append(key)
@@ -44,7 +45,7 @@ def told(node):
             if turn.role == "assistant"], node.answer
 
 
-def test_a_fork_takes_over_what_does_not_depend_on_it_and_samples_the_rest(tiny):  # noqa: F811
+def test_a_fork_takes_over_what_does_not_depend_on_it_and_samples_the_rest(tiny):
     trees, asked = sample(tiny)
     assert [tree.group for tree in trees] == ["0"] * 4 + ["1"] * 4
     for first, *others in (trees[:4], trees[4:]):
@@ -73,11 +74,9 @@ def test_a_fork_takes_over_what_does_not_depend_on_it_and_samples_the_rest(tiny)
     assert len(asked) == sampled  # nothing else was asked of the policy
 
 
-def test_the_last_group_may_be_short_and_a_tree_without_children_starts_anew(tiny):  # noqa: F811
+def test_a_group_that_is_no_multiple_of_the_siblings_ends_with_fewer(tiny):
     trees, _ = sample(tiny, questions=1, group=5)
     assert [tree.origin is None for tree in trees] == [True, False, False, False, True]
-    first = node((), 4)
-    assert list(fork.before(first, first)) == []
 
 
 def test_what_depends_on_a_node_follows_from_turns_and_queries():
@@ -107,18 +106,20 @@ def taken_over(made):
 
 
 def test_what_was_sampled_again_is_judged_among_its_siblings():
-    """Group "g": a tree with rewards 1 and, forked at its second child, 0 and 0.2; and a tree
-    with 0.4. Group mean (1 + 0 + 0.2 + 0.4) / 4 = 0.4; mean among siblings 1.2 / 3 = 0.4."""
+    """Group "g": a tree with reward 1; forked at its second child, 0 and 0.2; and a tree
+    with 0.4. The group's mean is 1.6 / 4 = 0.4, that among the siblings 1.2 / 3 = 0.4."""
     first = rollout(1.0, node((), 4, node((0,), 2), node((1,), 2)))
-    forks = [rollout(reward, taken_over(node((), 4, taken_over(node((0,), 2)), node((1,), 2))))
-             for reward in (0.0, 0.2)]
-    forks = [replace(tree, origin=first.root) for tree in forks]
+    forks = []
+    for reward in (0.0, 0.2):
+        root = taken_over(node((), 4, taken_over(node((0,), 2)), node((1,), 2)))
+        forks.append(replace(rollout(reward, root), origin=first.root))
     lost = replace(rollout(7.0, failed="lost"), origin=first.root)
     other = rollout(0.4, node((), 4, node((0,), 2)))
     trees, config = [first, *forks, lost, other], plain(objective="fork")
     credit = fork.fork(trees, config)
-    assert [credit[n].advantages for n in first.root.walk()] == [pytest.approx([0.6] * 2)] * 3
-    assert [credit[n].advantages for n in other.root.walk()] == [pytest.approx([0.0] * 2)] * 2
+    for tree, advantage in ((first, 0.6), (other, 0.0)):
+        for n in tree.root.walk():
+            assert credit[n].advantages == pytest.approx([advantage] * 2)
     for tree, advantage in zip(forks, (-0.4, -0.2)):
         again = tree.root.children[1]
         assert [n for n in tree.root.walk() if n in credit] == [again]
@@ -132,8 +133,8 @@ def test_what_was_sampled_again_is_judged_among_its_siblings():
     assert [tree.origin is first.root for tree in others] == [True, True, True, False]
 
 
-def test_a_conversation_that_is_not_as_it_was_is_sampled_anew(tiny):  # noqa: F811
-    """Code that prints something else the second time: what follows it is not taken over."""
+def test_a_conversation_that_is_not_as_it_was_is_sampled_anew(tiny):
+    """Code that prints something else the second time: what follows is not taken over."""
     number = count()
 
     def print_the_time(node):

@@ -943,6 +943,18 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all(tiny):
         assert max(len(n.ids) for n in nodes) < config.window
 
 
+def test_half_of_a_deep_answer_takes_more_than_half_of_the_tokens(tiny):
+    """What --cost weighs against each other."""
+    said = {}
+    for first in ("each", "one"):
+        trees, score = deep_trees(*tiny, (first, "each", "each"))
+        said[score] = sum(n.sampled for t in trees for n in t.root.walk()) / len(trees)
+    (half, few), (all_, many) = sorted(said.items())
+    print(f"{all_:.3f}: {many:.0f} tokens, {half:.3f}: {few:.0f}")
+    assert (half, all_) == (pytest.approx(2 / 3), 1.0)
+    assert 1.5 * few < many < 2 * few
+
+
 def test_no_limit_of_a_deep_tree_leaves_room_for_more(tiny):
     """Why one level cannot reach more: a message holds one call, which may ask two; a plain
     completion holds one paragraph; what is printed is never seen."""

@@ -20,7 +20,8 @@ def test_the_critical_path_is_the_longest_chain_of_calls_that_wait_for_each_othe
 
 
 def test_a_step_is_described_by_scores_without_the_price():
-    trees = [rollout(0.5, node((), 4, node((0,), 2))), rollout(0.5), rollout(1.0, failed="x")]
+    trees = [rollout(0.5, node((), 4, node((0,), 2))), rollout(0.5)]
+    trees.append(rollout(1.0, failed="lost"))
     config = plain(cost=100.0)  # 0.1 per token: the net rewards differ, the scores do not
     row = metrics.describe(trees, grpo.advantages(grpo.priced(trees, config), config))
     assert row["reward"] == 0.5 and row["flat"] == 0

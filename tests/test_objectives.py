@@ -23,7 +23,7 @@ def scored_trees():
 
 
 def deeper_trees():
-    """As above, but the first child has a child without a score, and a failed tree joins."""
+    """As above, but the first child has a child without a score; and a failed tree."""
     trees = scored_trees()
     trees[0].root.children[0].children = [node((0, 0), 3)]
     return [*trees, rollout(9.0, failed="lost")]
@@ -46,7 +46,7 @@ HAND = [
     ("node_mean", {"std": "off"}, is_(
         [0.5] * 4 + [-0.5] * 2 + [0.0] * 2, [1 / 4] * 4 + [1 / 2] * 4)),
     # R of the roots: 1 + 0.4 (1 + 0) / 2 = 1.2, 0 + 0.4 * 0.5 = 0.2, and 0.5, as its child
-    # has no score. Baselines: (0.2 + 0.5) / 2 = 0.35, (1.2 + 0.5) / 2 = 0.85, 1.4 / 2 = 0.7.
+    # has no score. Baselines: 0.7 / 2 = 0.35, 1.7 / 2 = 0.85, 1.4 / 2 = 0.7.
     # R of the children with a score: 1 (its child has none), 0 and 0.5. Without: inherited.
     # Depth weights: 8 nodes, 3 depths; 3 of them at depth 0, 4 at 1, 1 at 2.
     ("rao", {}, is_(
