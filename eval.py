@@ -36,6 +36,7 @@ import tasks
 from model import Qwen3
 from repl import REPLError
 from rlm import RLMConfig
+from runtime import metrics
 from runtime.files import write_text
 from runtime.handed_in import HandedInError
 from sampler import SamplerError
@@ -169,6 +170,7 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
         "in": meter.used["prompt"], "reused": meter.used["reused"],
         "out": meter.used["sampled"], "calls": meter.calls, "nodes": len(nodes),
         "depth": max(node.depth for node in nodes), "root": tokens(root),
+        "critical_path": metrics.critical_path(root),
         "errors": sum(len(node.errors) for node in nodes), "dollars": meter.dollars}
     return record, Rollout(task, task.id, root, reward, failed)
 
@@ -251,7 +253,8 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
     dollars = mean("dollars")
     if any(r["dollars"] is None for r in scored):
         dollars = None  # a sum of the known prices would be too low
-    means = ("seen", "in", "reused", "out", "calls", "nodes", "depth", "root", "errors")
+    means = ("seen", "in", "reused", "out", "calls", "nodes", "depth", "critical_path",
+             "root", "errors")
     return {
         "task": task, "method": method, "length": length, "n": len(scored),
         "failed": len(records) - len(scored),

@@ -34,7 +34,8 @@ lab/objectives.py. Left out: a value function.
 import math
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
 
 import torch
@@ -55,8 +56,9 @@ WORTH_SHARING = 0.02  # rows stay together if they share this much of their toke
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; filter, dpo, own, half_own, process, one_child (lab/objectives.py);"
-                " or path/to/file.py[:function]")
+        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, fork, filter, dpo, own, "
+                "half_own, process, one_child (lab/objectives.py); or "
+                "path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))
@@ -74,6 +76,9 @@ class GRPOConfig:
         0.2, "from the second update on, clip ratios above 1 plus this (DAPO: 0.28)")
     updates: int = flag(1, "optimizer steps on each batch, each over all of it", 1)
     kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from")
+    cost: float = flag(
+        0.0, "price of a thousand sampled tokens, taken off the reward that the objective "
+             "sees; scores that are reported stay as they are")
 
     def __post_init__(self):
         check(self)
@@ -94,27 +99,45 @@ def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
     return groups
 
 
-def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig()) -> list[float]:
+def priced(rollouts: list[Rollout], config: GRPOConfig) -> list[Rollout]:
+    """The rollouts as the objective sees them: each reward less the price of its tree."""
+    return [replace(r, reward=net(r.reward, r.root, config)) for r in rollouts]
+
+
+def net(score: float, node: Node, config: GRPOConfig) -> float:
+    """A score less the price of all tokens that were sampled in the node and below it."""
+    return score - config.cost * sum(below.sampled for below in node.walk()) / 1000
+
+
+def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig(),
+               compare: Callable | None = None) -> list[float]:
     """The advantage of each root within its group; failed rollouts have 0 and do not count.
+    `compare(rewards)` is for objectives that relate the rewards of a group otherwise.
     Raises ValueError for a reward that is not finite."""
     result = [0.0] * len(rollouts)
     for name, members in scored_groups(rollouts).items():
         rewards = [rollouts[i].reward for i in members]
         if not all(math.isfinite(reward) for reward in rewards):
             raise ValueError(f"group {name}: rewards {rewards} are not finite")
-        for i, advantage in zip(members, relative(rewards, config)):
+        compared = compare(rewards) if compare else relative(rewards, config)
+        for i, advantage in zip(members, compared):
             result[i] = advantage
     return result
 
 
 def relative(values: list[float], config: GRPOConfig) -> list[float]:
-    """Values minus their mean. With std "on" they are divided by the deviation of the
-    population plus STD_FLOOR."""
-    if max(values) - min(values) < 1e-9:  # all equal: what rounding leaves is no signal
+    """Centred values. With std "on" they are divided by the deviation of the population
+    plus STD_FLOOR."""
+    scale = statistics.pstdev(values) + STD_FLOOR if config.std == "on" else 1.0
+    return [value / scale for value in centred(values)]
+
+
+def centred(values: list[float]) -> list[float]:
+    """Values minus their mean. If all are equal, what rounding leaves is no signal: 0."""
+    if max(values) - min(values) < 1e-9:
         return [0.0] * len(values)
-    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
-    scale = deviation + STD_FLOOR if config.std == "on" else 1.0
-    return [(value - mean) / scale for value in values]
+    mean = statistics.fmean(values)
+    return [value - mean for value in values]
 
 
 @dataclass(frozen=True)

@@ -362,11 +362,14 @@ class _Tree:
             kind = "llm"  # below max_depth nobody has a REPL
         values: list[Any] = [None] * len(prompts)
         running, limit = [], self.config.max_nodes
+        said = sum(turn.role == "assistant" for turn in parent.turns)
+        asked = (said - 1, len(parent.children))
         for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
             if self.nodes_left < 1:
                 values[i] = f"Error: the tree's budget of {limit} nodes is used up"
                 continue
-            child = Node(path=(*parent.path, len(parent.children)), kind=kind)
+            path = (*parent.path, len(parent.children))
+            child = Node(path=path, kind=kind, asked=asked)
             values[i] = self.open(child, prompt, part)
             if values[i]:
                 continue

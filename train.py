@@ -422,7 +422,8 @@ class Trainer:
             sampled = time.monotonic()
 
             # Every node gets the advantage of its root, and becomes one row.
-            self.credit = credit = self.objective(rollouts, config)
+            priced = grpo.priced(rollouts, config)
+            self.credit = credit = self.objective(priced, config)
             rows = grpo.make_rows(rollouts, credit, config)
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
@@ -481,12 +482,14 @@ class Trainer:
                 if n // config.group % world.size == world.rank]
         with (self.sampler.threads(),
               tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
-            rollouts = run.ask(rlm.collect(
+            collect = getattr(self.objective, "collect", rlm.collect)
+            rollouts = run.ask(collect(
                 [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm,
                 (config.seed, step), [trees[n][1] for n in mine], numbers=mine,
                 on_done=lambda _: bar.update(), score=self.reward))
         # Every rank knows the questions, so only the trees are exchanged.
-        share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts or [])}
+        share = {n: (r.root, r.reward, r.failed, r.origin)
+                 for n, r in zip(mine, rollouts or [])}
         grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
         return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
@@ -604,7 +607,7 @@ class Trainer:
     def show(self, rollouts: list[Rollout], update: dict) -> None:
         """Log a step, print its line, and the best of its trees every SHOW_EVERY steps."""
         state = self.run.state
-        per_tree = grpo.advantages(rollouts, self.config)
+        per_tree = grpo.advantages(grpo.priced(rollouts, self.config), self.config)
         row = update | metrics.describe(rollouts, per_tree) | {
             "phase": "grpo", "step": state["step"], "skipped": state["skipped"],
             "own_correlation": grpo.own_correlation(rollouts, per_tree)}

@@ -41,7 +41,8 @@ class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
-    logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1 and without top-p
+    # Of `ids`, at temperature 1 and without top-p. None: taken over from another tree.
+    logprobs: tuple[float, ...] | None = ()
     stop: str = "stop"  # why it ended: stop (end of turn), length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
 
@@ -68,6 +69,9 @@ class Node:
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
+    # What asked for it: the parent's turn (0, 1, ...), and how many children the parent had
+    # then. The children of one batched query share both, and ran side by side.
+    asked: tuple[int, int] = (0, 0)
     # The value given to FINAL, or the text of a plain completion. Of a node that ended
     # without either: what its code had put into answer["content"].
     answer: Any = None
@@ -133,6 +137,7 @@ class Rollout:
     root: Node
     reward: float
     failed: str = ""  # not empty: the machine failed, not the policy; the tree is not used
+    origin: Node | None = None  # the root that it was forked from (lab/fork.py); not stored
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:
@@ -192,8 +197,9 @@ def _node_from_dict(row: dict) -> Node:
         turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
 
     children = [_node_from_dict(child) for child in row["children"]]
-    path = tuple(row["path"])
-    return Node(**{**row, "path": path, "turns": turns, "children": children})
+    path, asked = tuple(row["path"]), tuple(row.get("asked", (0, 0)))
+    return Node(**{**row, "path": path, "asked": asked, "turns": turns,
+                   "children": children})
 
 
 def render(root: Node, width: int = 96, max_lines: int = 12) -> str:

@@ -1,11 +1,15 @@
-"""A set of configurations over seeds: `python -m lab.ablation core|deep|more --out DIR`.
+"""A set of configurations over seeds: `python -m lab.ablation SET --out DIR`.
+
+SET is core, deep, more, price, or one of credit-evidence, credit-deep, credit-definitions;
+`credit` is the last three. credit-definitions starts from a pretrained model: --model DIR.
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
 same number of tokens, unless nothing is left to learn from; only the flags of their row
 differ. One without children has a warm-up of its own, whose scripts call nobody. Each is a
 run of train.py in its own directory under DIR. What was interrupted is continued, and what
-is finished is not run again. After every run the results are written to DIR/SET.json and
-SET.md, and drawn as SET.svg; those of the documentation are in lab/results/.
+is finished is not run again, whichever set it was run for. After every run the results are
+written to DIR/SET.json and SET.md, and drawn as SET.svg, and as SET-tokens.svg against the
+tokens of a held-out tree; those of the documentation are in lab/results/.
 
 The interval of a mean over seeds is Student's at 95 %. So is that of a difference to the
 set's first configuration, which is paired by seed. Left out: a search for the best value.
@@ -26,6 +30,13 @@ from runtime.run import HELDOUT
 TRAIN = str(Path(__file__).resolve().parent.parent / "train.py")
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)  # of the rows that carry a claim
+# What the results keep of the trees of the last held-out evaluation: key -> name there.
+OF_TREES = {"tokens": "out", "nodes": "nodes", "critical_path": "critical_path"}
+TOKENS = "sampled tokens of a held-out tree"
+COLUMNS = [  # of the table, after score and difference: head, key, format
+    ("4 times as long", "heldout_4x", ".3f"), ("16 times", "heldout_16x", ".3f"),
+    ("tokens", "tokens", ".0f"), ("nodes", "nodes", ".1f"),
+    ("critical path", "critical_path", ".0f")]
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile for this many seeds
 
 
@@ -34,12 +45,33 @@ class Set:
     """Configurations that are compared: {name: flags}."""
     rows: dict[str, str]
     claims: tuple[str, ...] = ()  # names of those that are run with MORE_SEEDS as well
+    task: str = ""  # runs of one task have one warm-up per seed, in whatever set they are
     flags: str = ""  # of all runs
-    warm_up: str = ""  # of the warm-up alone
+    warm_up: str = ""  # of the warm-up alone; {model} is --model
     tokens: int = 200_000  # sampled in GRPO by each run
+    seeds: tuple[int, ...] = ()  # of all rows; empty: SEEDS
+
+    def seeds_of(self, label: str) -> tuple[int, ...]:
+        if self.seeds:
+            return self.seeds
+        return (*SEEDS, *MORE_SEEDS) if label in self.claims else SEEDS
 
 
 ALONE = "--method rlm0"
+CREDIT = {  # who answers for a reward, see docs/objective.md
+    "inherit": "",
+    "the blog's formula": "--length sequence",
+    "all tokens alike": "--length batch",
+    "leave one out": "--objective leave_one_out",
+    "MaxRL": "--objective max_rl",
+    "node mean (WideSeek-R1)": "--objective node_mean --length sequence",
+    "RAO": "--objective rao",
+    "RAO without depth weights": "--objective rao --children sum",
+    "own score": "--objective own",
+    "fork (Tree-GRPO)": "--objective fork",
+    "warm-up only": "--steps 0",
+}
+DEEP = dict(task="deep", warm_up="--warmup-steps 1500", tokens=300_000)
 SETS = {
     "core": Set({
         "default": "",
@@ -59,7 +91,19 @@ SETS = {
         "roots only": "--credit root",
         "without children": ALONE,
         "warm-up only": "--steps 0",
-    }, flags="--task deep", warm_up="--warmup-steps 1500", tokens=300_000),
+    }, claims=("two levels",), **DEEP),
+    "price": Set({
+        "inherit": "",
+        "price 1": "--cost 1",
+        "price 4": "--cost 4",
+        "price 8": "--cost 8",
+    }, **DEEP),
+    "credit-evidence": Set(CREDIT, claims=tuple(CREDIT), task="evidence"),
+    "credit-deep": Set(CREDIT, claims=tuple(CREDIT), **DEEP),
+    "credit-definitions": Set(
+        CREDIT, task="definitions", seeds=(0, 1),
+        flags="--lora-rank 16 --lr 3e-4 --questions 4",
+        warm_up="--model {model} --warmup scripts --warmup-lr 1e-3"),
     "more": Set({
         "default": "",
         "half own score": "--objective half_own",
@@ -77,17 +121,24 @@ SETS = {
 }
 
 
-def run(name: str, out: str) -> None:
+def run(name: str, out: str, model: str = "") -> None:
     """Run what is missing of a set, seed by seed, and print its table.
 
-    Raises ValueError if a finished run had other flags, and RuntimeError if a run fails."""
+    Raises ValueError if a finished run had other flags, or if the set starts from a model
+    and none is given, and RuntimeError if a run fails."""
     kind = SETS[name]
+    if "{model}" in kind.warm_up and not model:
+        raise ValueError(f"{name} starts from a pretrained model: give --model DIR")
+    all_flags = kind.flags
+    if kind.task:
+        all_flags += f" --task {kind.task}"
     for seed in (*SEEDS, *MORE_SEEDS):
         for label, flags in kind.rows.items():
-            if seed in MORE_SEEDS and label not in kind.claims:
+            if seed not in kind.seeds_of(label):
                 continue
             warmup = run_path(out, name, "warmup", seed)
-            first = f"--seed {seed} --steps 0 --heldout 8 {kind.flags} {kind.warm_up}"
+            first = (f"--seed {seed} --steps 0 --heldout 8 {all_flags} "
+                     f"{kind.warm_up.format(model=model)}")
             if ALONE in flags:
                 warmup = run_path(out, name, "warmup alone", seed)
                 first += f" {ALONE}"
@@ -96,17 +147,17 @@ def run(name: str, out: str) -> None:
 
             path = run_path(out, name, label, seed)
             if is_finished(path):
-                check_flags(path, f"--tokens {kind.tokens} {kind.flags} {flags}")
+                check_flags(path, f"--tokens {kind.tokens} {all_flags} {flags}")
             else:
                 train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 "
-                            f"--steps 1000 --tokens {kind.tokens} {kind.flags} {flags}")
+                            f"--steps 1000 --tokens {kind.tokens} {all_flags} {flags}")
             report(name, out)
     print(table(json_rows(name, out)))
 
 
 def run_path(out: str, name: str, label: str, seed: int) -> str:
-    if SETS[name].flags:  # of another task than the other sets
-        label = f"{name} {label}"
+    if SETS[name].task:
+        label = f"{SETS[name].task} {label}"
     plain = "".join(c if c.isalnum() else "-" for c in label).strip("-").lower()
     return os.path.join(out, f"{plain}-{seed}")
 
@@ -142,12 +193,16 @@ def report(name: str, out: str) -> None:
     path, command = os.path.join(out, name), f"python -m lab.ablation {name}"
     scores = {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows}
     tokens = SETS[name].tokens
-    title = f"Held-out score after {tokens:,} sampled tokens, one dot per seed"
+    title = f"Held-out score after {tokens:,} sampled tokens"
 
     results = {"command": command, "tokens": tokens, "rows": rows}
     write_text(f"{path}.json", json.dumps(results))
     write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
-    write_text(f"{path}.svg", chart.dots(scores, title))
+    write_text(f"{path}.svg", chart.dots(scores, f"{title}, one dot per seed"))
+    points = {row["name"]: [(r["tokens"], r["heldout_final"]) for r in row["runs"]
+                            if r["tokens"] is not None] for row in rows}
+    if any(points.values()):
+        write_text(f"{path}-tokens.svg", chart.scatter(points, title, TOKENS))
 
 
 def json_rows(name: str, out: str) -> list[dict]:
@@ -168,7 +223,8 @@ def json_rows(name: str, out: str) -> list[dict]:
 
 
 def read(path: str) -> dict:
-    """What the results keep of a run: its scores, and some metrics of each step."""
+    """What the results keep of a run: its scores, means of its held-out trees, and some
+    metrics of each step."""
     result = read_json(os.path.join(path, "result.json"))
     with open(os.path.join(path, "metrics.jsonl"), encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
@@ -176,6 +232,8 @@ def read(path: str) -> dict:
     steps = [steps[number] for number in sorted(steps)]
 
     kept = {key: result.get(key) for key in ("seed", *HELDOUT, "sampled_tokens", "seconds")}
+    final = [line for line in lines if line.get("name") == "heldout_final"][-1:] or [{}]
+    kept |= {key: final[0].get(name) for key, name in OF_TREES.items()}
     for key in ("reward", "entropy", "tokens_worse", "tokens_better", "own_correlation"):
         kept[key] = [step[key] and round(step[key], 3) for step in steps]
     return kept
@@ -193,34 +251,44 @@ def mean(values: list[float]) -> list[float] | None:
 
 
 def table(rows: list[dict]) -> str:
+    """As Markdown. A column in which no run has a number is left out."""
     def interval(value):
         middle, low, high = value or (None, None, None)
         ends = f" [{low:+.3f}, {high:+.3f}]" if low is not None else ""
         return "" if middle is None else f"{middle:+.3f}{ends}"
 
-    def longer(row, score):
-        values = [r.get(score) for r in row["runs"]]
-        return "" if None in values else f"{statistics.fmean(values):.3f}"
+    def mean_of(row, key, form):
+        values = [r.get(key) for r in row["runs"]]
+        return "" if None in values else f"{statistics.fmean(values):{form}}"
 
-    lines = ["| configuration | flags | seeds | mean | difference | 4 times as long | "
-             "16 times |", "|---|---|---|---|---|---|---|"]
+    more = [column for column in COLUMNS if any(mean_of(row, *column[1:]) for row in rows)]
+    heads = ["configuration", "flags", "seeds", "mean", "difference",
+             *(head for head, *_ in more)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         name = row["name"].replace("|", "\\|")
         flags = f"`{row['flags']}`" if row["flags"] else ""
         seeds = " ".join(f"{r['heldout_final']:.3f}" for r in row["runs"])
-        lines.append(f"| {name} | {flags} | {seeds} | {row['mean'][0]:.3f} | "
-                     f"{interval(row['difference'])} | {longer(row, 'heldout_4x')} | "
-                     f"{longer(row, 'heldout_16x')} |")
+        cells = [name, flags, seeds, f"{row['mean'][0]:.3f}", interval(row["difference"]),
+                 *(mean_of(row, key, form) for _, key, form in more)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare configurations of train.py.")
-    parser.add_argument("set", choices=list(SETS), help="which configurations")
+    parser.add_argument("set", choices=[*SETS, "credit"], help="which configurations")
     parser.add_argument("--out", required=True, help="the directory of all runs")
+    parser.add_argument("--model", default="", help="what credit-definitions starts from; "
+                        "without it, credit leaves that set out")
     args = parser.parse_args()
+    names = [args.set]
+    if args.set == "credit":
+        names = ["credit-evidence", "credit-deep"]
+        names += ["credit-definitions"] if args.model else []
     try:
-        run(args.set, args.out)
+        for name in names:
+            run(name, args.out, args.model)
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"lab.ablation: {error}")
     except KeyboardInterrupt:

@@ -113,6 +113,35 @@ def dots(rows: dict[str, list[float]], title: str) -> str:
     return page(height, parts)
 
 
+def scatter(rows: dict[str, list[tuple[float, float]]], title: str, label: str) -> str:
+    """Points (x, y) per row, and its name at their mean. y is 0 to 1, x begins at 0."""
+    most = max(x for points in rows.values() for x, _ in points) or 1
+
+    def at(x, y):
+        return (LEFT + (WIDTH - LEFT - RIGHT) * x / most,
+                HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y)
+
+    parts = [text(LEFT, 20, title, weight="bold")]
+    for tick in TICKS:
+        left, y = at(0, tick)
+        parts.append(rule(left, y, WIDTH - RIGHT, y))
+        parts.append(text(left - 8, y + 4, f"{tick:g}", "end"))
+        x, bottom = at(tick * most, 0)
+        parts.append(text(x, bottom + 18, f"{tick * most:.0f}", "middle"))
+    parts.append(text(at(most / 2, 0)[0], HEIGHT - 6, label, "middle"))
+
+    for i, (name, points) in enumerate(rows.items()):
+        if not points:
+            continue
+        colour = COLOURS[i % len(COLOURS)]
+        for x, y in (at(*point) for point in points):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" '
+                         'fill-opacity="0.6"/>')
+        x, y = at(*(sum(values) / len(values) for values in zip(*points)))
+        parts.append(text(x + 8, y + 4, name, colour=colour))
+    return page(HEIGHT, parts)
+
+
 def seeds(values: list) -> str:
     return f"{len(values)} seeds" if len(values) > 1 else "1 seed"
 

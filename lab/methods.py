@@ -94,7 +94,8 @@ async def compaction(task: Task, call: "_Caller") -> tuple[Node, float]:
         n = call.fit(call.notes, prompt, len(text) - start)
         if n == 0:
             break
-        child = Node(path=(len(root.children),), kind="llm")
+        number = len(root.children)
+        child = Node(path=(number,), kind="llm", asked=(0, number))
         root.children.append(child)
         await call(child, call.notes, prompt(n))
         notes = child.answer or notes

@@ -11,15 +11,107 @@ Left out: what needs another loss, or scores of turns (a critic, a process rewar
 """
 import math
 import random
+import statistics
+from collections import Counter
+from dataclasses import replace
 
-from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, credit, inherit,
-                  relative, scored_groups)
+from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit,
+                  inherit, net, relative, scored_groups)
+from lab.fork import fork
 from tree import Node, Rollout
 
-NAMES = ("filter", "dpo", "own", "half_own", "process", "one_child")
+__all__ = ["fork"]
+NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "fork", "filter", "dpo", "own",
+         "half_own", "process", "one_child")
+LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
 PROCESS = 0.2  # the advantage of a turn without an error in `process`
+
+
+def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+    """The baseline of a tree is the mean reward of the OTHER trees of its group.
+
+    RLOO (2402.14740): A_g = r_g - sum_{h != g} r_h / (G - 1). Up to the factor G / (G - 1)
+    it is Dr. GRPO's (2503.20783). Reads credit, children, length; refuses std off, as
+    nothing is divided by the deviation."""
+    _require(config, std=("on",))
+    return inherit(rollouts, advantages(rollouts, config, _left_out), config)
+
+
+def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+    """Divided by the mean reward of the group, not by the deviation.
+
+    MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). Where rewards are 0 or 1 its mean
+    over many trees is the gradient of log E[r], that of maximum likelihood: a question that
+    is seldom solved counts more. A group whose mean is not above 0 has no advantage. Reads
+    credit, children, length; refuses std off."""
+    def over_mean(rewards):
+        mean = statistics.fmean(rewards)
+        return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
+
+    _require(config, std=("on",))
+    return inherit(rollouts, advantages(rollouts, config, over_mean), config)
+
+
+def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+    """Every node of a tree weighs the same: 1/N, N being its nodes, the root included.
+
+    WideSeek-R1 (2602.04634): all nodes and tokens of a tree have its advantage, and
+        J(y_g) = (1/N) * sum over the nodes x of y_g of J_node(x)
+    It takes the mean over the tokens of a node: --length sequence. N are here the nodes
+    that are trained. Reads credit, length, std; refuses children sum and length batch."""
+    _require(config, children=("mean",), length=("constant", "sequence"))
+    result = credit(rollouts, config)
+    for rollout in rollouts:
+        nodes = [node for node in rollout.root.walk() if node in result]
+        for node in nodes:
+            result[node] = Credit(result[node].advantages, 1 / len(nodes))
+    return result
+
+
+def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+    """Every node is judged by its own score, and by how well its children did.
+
+    RAO (2605.06639). With s(x) the score of a node, and its tree g,
+        R(x) = s(x) + LAMBDA * the mean of s over x's children
+        A(x) = R(x) - the mean of R(root) over the OTHER trees of the group
+        weight(x) = N / (D * N_d)
+    for N trained nodes in the batch, at D depths, N_d of them at the depth d of x. Where a
+    node has no s, the paper has no A(x): here it inherits that of its root, and it is left
+    out of its parent's mean (0, if nothing is left). A tree alone in its group has no
+    baseline, so its nodes have 0. Each s(x) pays the price (--cost) of x and all below.
+    Children sum drops the depth weights: all are 1. Reads credit, children, length;
+    refuses std off, as nothing is divided by the deviation."""
+    _require(config, std=("on",))
+    returns = {}
+    for rollout in rollouts:
+        for node in rollout.root.walk():
+            below = [child.score for child in node.children if child.score is not None]
+            bonus = LAMBDA * statistics.fmean(below) if below else 0.0
+            if node is rollout.root:
+                returns[node] = rollout.reward + bonus
+            elif node.score is not None:
+                returns[node] = net(node.score, node, config) + bonus
+
+    of_roots = [replace(r, reward=returns[r.root]) for r in rollouts]
+    inherited = advantages(of_roots, config, _left_out)
+    result = inherit(rollouts, inherited, config)
+    alone = {members[0] for members in scored_groups(rollouts).values()
+             if len(members) == 1}
+    at_depth = Counter(node.depth for node in result)
+    for i, rollout in enumerate(rollouts):
+        baseline = returns[rollout.root] - inherited[i]
+        for node in rollout.root.walk():
+            if node not in result:
+                continue
+            advantage, weight = inherited[i], 1.0
+            if node in returns and i not in alone:
+                advantage = returns[node] - baseline
+            if config.children == "mean":
+                weight = len(result) / (len(at_depth) * at_depth[node.depth])
+            result[node] = Credit([advantage] * len(result[node].advantages), weight)
+    return result
 
 
 def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
@@ -133,12 +225,18 @@ def _own_share(rollouts: list[Rollout], config: GRPOConfig, share: float) -> dic
     for members in scored_groups(rollouts).values():
         scored = [node for i in members for node in rollouts[i].root.walk()
                   if node in result and node.score is not None]
-        own_advantages = relative([node.score for node in scored], config) if scored else []
+        scores = [net(node.score, node, config) for node in scored]
+        own_advantages = relative(scores, config) if scored else []
         for node, own_advantage in zip(scored, own_advantages):
             mixed = [(1 - share) * inherited + share * own_advantage
                      for inherited in result[node].advantages]
             result[node] = Credit(mixed, result[node].weight)
     return result
+
+
+def _left_out(rewards: list[float]) -> list[float]:
+    """Each reward minus the mean of the others; 0 for one alone."""
+    return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
 
 
 def _require(config: GRPOConfig, **allowed: tuple) -> None:

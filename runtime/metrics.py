@@ -4,7 +4,7 @@ Left out: what the loss computes (grpo.Stats) and held-out scores (eval.py).
 """
 from collections import Counter
 
-from tree import Rollout
+from tree import Node, Rollout
 
 
 def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
@@ -13,11 +13,11 @@ def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
     for rollout, advantage in zip(rollouts, advantages):
         if not rollout.failed:
             scored.append((rollout, advantage))
-            groups.setdefault(rollout.group, []).append(rollout.reward)
+            groups.setdefault(rollout.group, []).append(advantage)
     n = len(scored)
     nodes = [node for rollout, _ in scored for node in rollout.root.walk()]
     turns = [turn for node in nodes for turn in node.turns]
-    flat = [max(rewards) - min(rewards) < 1e-9 for rewards in groups.values()]
+    flat = [not any(advantages) for advantages in groups.values()]
     return {
         "reward": sum(rollout.reward for rollout, _ in scored) / n,
         "flat": sum(flat) / len(groups),  # share of the groups that carry no gradient
@@ -26,6 +26,7 @@ def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
         "nodes": len(nodes) / n,
         "turns": sum(turn.role == "assistant" for turn in turns) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
+        "critical_path": sum(critical_path(rollout.root) for rollout, _ in scored) / n,
         "tokens_worse": _mean([sampled_tokens([r]) for r, a in scored if a < 0]),
         "tokens_better": _mean([sampled_tokens([r]) for r, a in scored if a > 0]),
         "errors": sum(len(node.errors) for node in nodes) / n,
@@ -36,6 +37,18 @@ def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
 
 def sampled_tokens(rollouts: list[Rollout]) -> int:
     return sum(node.sampled for rollout in rollouts for node in rollout.root.walk())
+
+
+def critical_path(node: Node) -> int:
+    """The tokens that had to be written one after another: those of the node, and of each
+    of its queries the child with the longest such path. What a tree takes at least, however
+    many run side by side. Four characters count as a token where there are no ids."""
+    own = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns
+              if turn.role == "assistant")
+    longest: dict[tuple, int] = {}
+    for child in node.children:
+        longest[child.asked] = max(longest.get(child.asked, 0), critical_path(child))
+    return own + sum(longest.values())
 
 
 def _mean(values: list) -> float | None:

@@ -41,6 +41,15 @@ def score(task, answer):
     return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
 
 
+def part_score(task, part, answer):
+    """For a child that was given a part: its F1 there."""
+    found, words = set(strings_in(answer)), " ".join(strings_in(part)).split()
+    gold = {DICTIONARY[word] for word in words if word in DICTIONARY}
+    if not gold:
+        return None
+    return 2 * len(found & gold) / (len(found) + len(gold))
+
+
 NODE_SCRIPTS = {  # of nodes with a REPL
     "each": "FINAL(rlm_query_batched('Translate.', context))",  # a child for every part
     "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",

@@ -10,7 +10,8 @@ from conftest import SHORT, command
 
 import tasks
 import train
-from lab import ablation, degenerate
+from lab import ablation, degenerate, objectives
+from runtime.flags import parse
 
 RESULTS = Path(ablation.__file__).parent / "results"
 
@@ -26,13 +27,15 @@ def finish(path, score):
                   "tokens": 200_000}}))
     (path / "metrics.jsonl").write_text(json.dumps({
         "phase": "grpo", "step": 1, "reward": score, "entropy": 0.5, "tokens_worse": 7.0,
-        "tokens_better": None, "own_correlation": 0.25}) + "\n")
+        "tokens_better": None, "own_correlation": 0.25}) + "\n" + json.dumps({
+            "phase": "eval", "name": "heldout_final", "out": 80.0, "nodes": 4.0,
+            "critical_path": 30.0}) + "\n")
 
 
 def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
     """Of the runs one was finished before; the files say what the runs say."""
     two = {"default": "", "summed": "--children sum"}
-    compared = ablation.Set(two, flags="--task deep", warm_up="--warmup-steps 9")
+    compared = ablation.Set(two, task="deep", warm_up="--warmup-steps 9")
     monkeypatch.setattr(ablation, "SETS", {"two": compared})
     monkeypatch.setattr(ablation, "SEEDS", (0, 1))
     monkeypatch.setattr(ablation, "MORE_SEEDS", ())
@@ -45,10 +48,10 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
         finish(Path(path), 0.1 * (1 + len(asked)))
 
     monkeypatch.setattr(ablation, "train", train)
-    finish(tmp_path / "two-summed-0", 0.1)
+    finish(tmp_path / "deep-summed-0", 0.1)
     assert command(ablation, monkeypatch, "two", "--out", tmp_path) is None
-    assert asked == ["two-warmup-0", "two-default-0", "two-warmup-1", "two-default-1",
-                     "two-summed-1"]
+    assert asked == ["deep-warmup-0", "deep-default-0", "deep-warmup-1", "deep-default-1",
+                     "deep-summed-1"]
 
     first, second = json.loads((tmp_path / "two.json").read_text())["rows"]
     assert [r["heldout_final"] for r in second["runs"]] == pytest.approx([0.1, 0.6])
@@ -57,13 +60,17 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     assert second["difference"] == pytest.approx([-0.05, low, high], abs=1e-3)
     assert first["difference"][0] == 0 and second["runs"][0]["tokens_worse"] == [7.0]
     assert (tmp_path / "two.svg").read_text().count("<circle") == 4
+    assert (tmp_path / "two-tokens.svg").read_text().count("<circle") == 4
+    head, _, row, _ = (tmp_path / "two.md").read_text().split("\n\n")[1].splitlines()
+    assert head.endswith("| 4 times as long | tokens | nodes | critical path |")
+    assert row.endswith("| 0.200 | 80 | 4.0 | 30 |")
 
     two["summed"] = "--children mean"
     message = command(ablation, monkeypatch, "two", "--out", tmp_path)
-    assert "two-summed-0 was run with children sum, not mean" in message
+    assert "deep-summed-0 was run with children sum, not mean" in message
     two["summed"] = "--children sum --tokens 9"
     message = command(ablation, monkeypatch, "two", "--out", tmp_path)
-    assert "two-summed-0 was run with tokens 200000, not 9" in message
+    assert "deep-summed-0 was run with tokens 200000, not 9" in message
 
 
 def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkeypatch):
@@ -88,6 +95,39 @@ def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkey
         assert (start in flags) == name.startswith("alone")
 
 
+def test_credit_is_run_on_three_tasks_the_last_from_a_pretrained_model(
+        tmp_path, monkeypatch):
+    """Every configuration is one that train.py takes. Sets of one task share what is equal:
+    `price` begins with the same runs as credit-deep."""
+    asked = {}
+
+    def fake(path, flags):
+        asked[Path(path).name] = flags.split()
+        finish(Path(path), 0.5)
+
+    monkeypatch.setattr(ablation, "train", fake)
+    monkeypatch.setattr(ablation, "check_flags", lambda path, flags: None)
+    out = ["--out", tmp_path]
+    assert "give --model" in command(ablation, monkeypatch, "credit-definitions", *out)
+    assert command(ablation, monkeypatch, "credit", "--model", "m", *out) is None
+    rows = len(ablation.CREDIT)
+    for task, seeds in (("evidence", 5), ("deep", 5), ("definitions", 2)):
+        names = [name for name in asked if name.startswith(f"{task}-")]
+        assert len(names) == seeds * (rows + 1)  # and a warm-up per seed
+        assert all(asked[name][asked[name].index("--task") + 1] == task for name in names)
+    assert "m" in asked["definitions-warmup-1"]
+    for flags in asked.values():
+        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+        config = parse("", train.Config, train.GROUPS)
+        if config.objective != "grpo":
+            getattr(objectives, config.objective)([], config)
+
+    asked.clear()
+    assert command(ablation, monkeypatch, "price", *out) is None
+    assert {name.rpartition("-")[0] for name in asked} == {
+        "deep-price-1", "deep-price-4", "deep-price-8"}
+
+
 def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "TRAIN", str(tmp_path / "nowhere.py"))
     message = command(ablation, monkeypatch, "core", "--out", tmp_path)
@@ -97,7 +137,7 @@ def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
 
 def test_an_unknown_set_is_refused(tmp_path, monkeypatch, capsys):
     assert command(ablation, monkeypatch, "all", "--out", tmp_path) == 2
-    assert "'core', 'deep', 'more'" in capsys.readouterr().err
+    assert "'core', 'deep', 'price'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["core", "more"])

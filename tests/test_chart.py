@@ -79,3 +79,12 @@ def test_a_run_without_steps_or_a_missing_file_is_one_line(tmp_path, monkeypatch
     for run, says in ((empty, "a run without GRPO steps"), ("/nowhere", "/nowhere")):
         message = command(chart, monkeypatch, tmp_path / "out.svg", f"x={run}")
         assert says in message and "\n" not in message
+
+
+def test_points_are_where_their_numbers_say_and_named_at_their_mean():
+    drawn = chart.scatter({"free": [(100, 0.0), (50, 1.0)], "none": []}, "t", "tokens")
+    right, bottom = chart.WIDTH - chart.RIGHT, chart.HEIGHT - chart.BOTTOM
+    middle = (chart.LEFT + right) / 2
+    assert f'cx="{right:.1f}" cy="{bottom:.1f}"' in drawn
+    assert f'cx="{middle:.1f}" cy="{chart.TOP:.1f}"' in drawn
+    assert drawn.count("<circle") == 2 and ">free</text>" in drawn and "none" not in drawn

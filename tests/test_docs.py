@@ -136,9 +136,10 @@ def trained(elsewhere):
 
 
 def test_the_page_has_three_files_of_at_most_40_lines():
-    assert list(EXAMPLES) == ["rooms.py", "brief.py", "rloo.py"]
+    assert list(EXAMPLES) == ["rooms.py", "brief.py", "levels.py"]
     for source in EXAMPLES.values():
         assert len(source.splitlines()) <= 40
+    assert len(EXAMPLES["levels.py"].splitlines()) <= 15
     assert {word for _, line in COMMANDS for word in line.split()} >= set(EXAMPLES)
 
 
@@ -161,11 +162,11 @@ def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):
 
 def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatch):
     """Both in one run, which starts from a warm-up that other tests use as well."""
-    [reward], [objective] = commands("train", "brief.py"), commands("train", "rloo.py")
+    [reward], [objective] = commands("train", "brief.py"), commands("train", "levels.py")
     monkeypatch.chdir(elsewhere)
     start = ["--model", short_run / "warmup", "--warmup-steps", 0]
     assert command(train, monkeypatch, *reward, *objective, *SHORT, *start) is None
-    assert (elsewhere / "runs" / "rloo" / "result.json").exists()
+    assert (elsewhere / "runs" / "levels" / "result.json").exists()
 
 
 # --- mistakes in a file -------------------------------------------------------------------

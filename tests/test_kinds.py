@@ -742,6 +742,18 @@ def test_a_child_is_scored_on_its_page():
         assert tasks.part_score(task, part, answer) == pytest.approx(score)
 
 
+def test_a_child_of_deep_is_scored_on_its_part():
+    [task] = made("deep", 1)
+    section = task.context[0][0]
+    first, second = (deep.DICTIONARY[word] for text in section for word in text.split()
+                     if word in deep.DICTIONARY)
+    for part, answer, score in (
+            (section, [first, second], 1.0), (section, first, 2 / 3), (section, None, 0.0),
+            (section[0], [first, second], 2 / 3), (task.context, task.answer, 1.0),
+            ("no such word", [first], None), (None, [first], None), ([], [], None)):
+        assert tasks.part_score(task, part, answer) == pytest.approx(score)
+
+
 @pytest.mark.parametrize("style", ["full", "brief"])
 def test_the_oracle_reads_every_page_of_definitions(style):
     for task in [*made("definitions", 3), *dictionary_questions(1, True, 2_500)]:
@@ -929,6 +941,18 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all(tiny):
         nodes = list(tree.root.walk())
         assert len(nodes) == config.max_nodes == 15
         assert max(len(n.ids) for n in nodes) < config.window
+
+
+def test_half_of_a_deep_answer_takes_more_than_half_of_the_tokens(tiny):
+    """What --cost weighs against each other."""
+    said = {}
+    for first in ("each", "one"):
+        trees, score = deep_trees(*tiny, (first, "each", "each"))
+        said[score] = sum(n.sampled for t in trees for n in t.root.walk()) / len(trees)
+    (half, few), (all_, many) = sorted(said.items())
+    print(f"{all_:.3f}: {many:.0f} tokens, {half:.3f}: {few:.0f}")
+    assert (half, all_) == (pytest.approx(2 / 3), 1.0)
+    assert 1.5 * few < many < 2 * few
 
 
 def test_no_limit_of_a_deep_tree_leaves_room_for_more(tiny):

@@ -128,6 +128,12 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
     assert root.children[0].turns[1].text.startswith("split\n")
 
 
+def test_a_child_says_which_turn_and_which_query_asked_for_it():
+    root = run({(): [block("a = rlm_query_batched('q', [1, 2])\nb = rlm_query('q')"),
+                     block("FINAL(llm_query('x'))")], "*": block("FINAL(1)")})
+    assert [child.asked for child in root.children] == [(0, 0), (0, 0), (0, 2), (1, 3)]
+
+
 def test_children_of_one_batch_run_side_by_side():
     met = []
 

@@ -286,7 +286,8 @@ def test_lines_of_a_run_appear_at_once_in_a_file(tmp_path):
 @pytest.mark.parametrize("flags", [
     "", "--kl 0.1 --updates 2 --clip-high 0.28", "--lora-rank 2 --kl 0.1",
     "--lora-rank 2 --objective dpo", "--objective own --bf16-states",
-    "--objective filter"])
+    "--objective filter", "--objective rao --cost 0.5",
+    "--objective node_mean --length sequence"])
 def test_every_objective_moves_the_weights_and_logs_what_to_watch(
         flags, short_run, tmp_path, scripted_trees, monkeypatch):
     trainer = make_trainer(monkeypatch, tmp_path / "g", "--model", short_run / "warmup",

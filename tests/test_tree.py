@@ -24,7 +24,7 @@ def ragged():
     first = Node((0,), end="budget")
     first.add(Turn("user", "p", (8, 9)))
 
-    second = Node((1,), kind="llm", answer="leaf", end="text", score=0.5)
+    second = Node((1,), kind="llm", answer="leaf", end="text", score=0.5, asked=(1, 1))
     second.add(Turn("user", "p", (8,)))
     second.add(Turn("assistant", "leaf \udc00", (9,), (-0.125,)))
 
