@@ -18,6 +18,7 @@ page table). Which request computes what, and who owns which page, is for sample
 Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query and K
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
+import contextlib
 import inspect
 import os
 from itertools import accumulate
@@ -27,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-    if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
-        varlen_attn = None
-except ImportError:
-    varlen_attn = None
+varlen_attn = None
+if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second to load
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            varlen_attn = None  # before torch 2.12
 
 SLICE = 16  # decoding rows in one call of SDPA
 HEAD_PART = 1024  # rows of the output matrix in one product
