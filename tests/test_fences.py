@@ -109,7 +109,8 @@ def test_importing_the_programs_loads_nothing_of_the_lab():
 
 def test_asking_a_model_loads_neither_fsdp_nor_the_compiler():
     """They take as long to load as torch itself, and a question needs neither."""
-    code = ("import sys, model, sampler, tokenizer, torch\n"
+    code = ("import sys, rlm, torch\n"
+            "rlm.RLM('assets/tiny').completion('Sort the notes from \"A\".', {})\n"
             "slow = {'torch._dynamo', 'torch.distributed.tensor'} & {*sys.modules}\n"
             "sys.exit(bool(slow) and not torch.cuda.is_available())")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
