@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from runtime.threads import suited_to  # before torch: it says how torch's threads wait
+
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -295,13 +297,14 @@ def gaps(model: Qwen3, rollouts: list[Rollout]) -> dict[Node, list[float]]:
     """For the first 500 nodes: the log-probabilities of their sampled tokens as the trainer
     computes them, minus the sampler's."""
     nodes = [node for r in rollouts for node in r.root.walk()][:500]
+    parameters = sum(weight.numel() for weight in model.parameters())
     found = {}
     for node in nodes:
         if not node.sampled:
             continue
         ids_BT, mask_BT = (torch.tensor([row], device=model.device)
                            for row in (node.ids, node.mask))
-        with torch.no_grad():
+        with torch.no_grad(), suited_to(parameters):
             exact = model.logprobs(ids_BT, mask_BT)[0].tolist()
         sampled = [p for p, m in zip(node.logprobs, node.mask) if m]
         found[node] = [a - b for a, b in zip(exact, sampled)]

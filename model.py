@@ -153,6 +153,12 @@ class Linear(nn.Linear):
         return self.scale * (full_tensor(self.lora_B) @ full_tensor(self.lora_A))
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # there it would load torch's compiler, for 2 s
+            super().reset_parameters()
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -197,7 +203,7 @@ class Qwen3(nn.Module):
         self.rank = 0
         layers = range(config.num_hidden_layers)
         self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, layer) for layer in layers),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
         })

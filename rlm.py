@@ -572,6 +572,7 @@ class RLM:
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto"):
+        import runtime.threads  # before torch: it says how torch's threads wait
         from model import Qwen3
         from runtime.device import DEVICE, compute_dtype
         from sampler import Sampler
@@ -604,15 +605,19 @@ class RLM:
     def completion(self, query: str, context: Any,
                    tools: Iterable[Callable] = ()) -> Any:
         """The answer (any JSON value), or None if the model gave none. `tools` as in
-        `rollout`."""
-        import asyncio
+        `rollout`. In a running event loop, as in a notebook, that loop waits."""
+        from runtime.threads import run
 
+        return run(self.acompletion(query, context, tools))
+
+    async def acompletion(self, query: str, context: Any,
+                          tools: Iterable[Callable] = ()) -> Any:
+        """What `completion` returns, to be awaited."""
         task = Task(id="question", kind="question", query=query, context=context)
-        threads = self.sampler.threads() if self.sampler else contextlib.nullcontext()
-        with threads:
-            self.trace = asyncio.run(rollout(
-                task, self.policy, self.tokenizer, self.config, (self.seed,), tools))
-        return self.trace.answer
+        root = await rollout(
+            task, self.policy, self.tokenizer, self.config, (self.seed,), tools)
+        self.trace = root
+        return root.answer
 
 
 def load_config(model_dir: str, positions: float = math.inf,

@@ -26,7 +26,6 @@ Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022
 prefill (2308.16369). Shapes: B requests, V vocabulary; more in runtime/attention.py.
 """
 import asyncio
-import contextlib
 import hashlib
 import time
 from array import array
@@ -40,10 +39,10 @@ import torch
 from model import Qwen3
 from runtime.attention import attention_for, new_pool
 from runtime.parallel import is_sharded
+from runtime.threads import suited_to
 from tree import Completion
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
-SMALL_MODEL = 10_000_000  # parameters; see Sampler.threads
 
 
 class SamplerError(RuntimeError):
@@ -96,6 +95,7 @@ class Sampler:
         dtype = dtype or model.lm_head.weight.dtype
         self.owns = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
         self.model = model.merged_copy(dtype) if self.owns else model
+        self.parameters = sum(weight.numel() for weight in self.model.parameters())
         self.batch = batch
         self.window = min(window or np.inf, model.config.max_position_embeddings)
         attention = attention_for(self.model)
@@ -125,19 +125,6 @@ class Sampler:
                     mine.copy_(new)
         self._empty()
 
-    @contextlib.contextmanager
-    def threads(self):
-        """Within it, torch has as many CPU threads as suit the model: one below SMALL_MODEL
-        parameters, otherwise all. With matrices this small, threads mostly wait for each
-        other (measured), and one thread leaves the other cores to the REPLs."""
-        before = torch.get_num_threads()
-        small = sum(w.numel() for w in self.model.parameters()) < SMALL_MODEL
-        torch.set_num_threads(1 if small else before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     async def generate(self, ids: list[int], max_tokens: int, temperature: float = 1.0,
                        stop=(), key=(), top_p: float = 1.0) -> Completion:
         """Sample after `ids` until a stop id (included), max_tokens or the window's end.
@@ -161,12 +148,16 @@ class Sampler:
         seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
         n = min(max_tokens, room)
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(n)
-        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        working = self.engine is not None and not self.engine.done()
+        if working and self.engine.get_loop() is not loop:  # it would never answer
+            raise SamplerError("another event loop samples with this model just now")
+        done = loop.create_future()
         self.arrivals += 1
         request = Request(list(ids), n, temperature, top_p, frozenset(stop), uniforms, done,
                           self.arrivals, len(ids))
         self.waiting.append(request)
-        if self.engine is None or self.engine.done():
+        if not working:
             self.engine = asyncio.create_task(self._run())
         try:
             await done
@@ -185,7 +176,7 @@ class Sampler:
     async def _run(self) -> None:
         try:
             while self.waiting or self.running:
-                with torch.inference_mode():
+                with torch.inference_mode(), suited_to(self.parameters):
                     self._step()
                 await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine

@@ -26,10 +26,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 
-# Before torch is loaded: a thread that waits for the others spins a little, then sleeps.
-# torch's default is to spin long: 1.3 times faster on two idle cores, ten times slower on
-# two busy ones.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import runtime.threads  # before torch: it says how torch's threads wait
 
 import torch
 from tqdm import tqdm, trange
@@ -480,8 +477,7 @@ class Trainer:
                  for _ in range(config.group)]
         mine = [n for n in range(len(trees))
                 if n // config.group % world.size == world.rank]
-        with (self.sampler.threads(),
-              tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar):
+        with tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar:
             collect = getattr(self.objective, "collect", rlm.collect)
             rollouts = run.ask(collect(
                 [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm,
@@ -579,11 +575,10 @@ class Trainer:
         """One tree per held-out question; the scores are kept as results[name]."""
         world = self.world
         self.sampler.load(self.model)
-        with self.sampler.threads():
-            row, rollouts = evaluation.evaluate(
-                questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
-                name, slice(world.rank, None, world.size), self.run.gather,
-                self.run.ask, self.reward)
+        row, rollouts = evaluation.evaluate(
+            questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
+            name, slice(world.rank, None, world.size), self.run.gather, self.run.ask,
+            self.reward)
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "

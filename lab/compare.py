@@ -6,7 +6,6 @@ out: the flags, and how one question is answered and scored (eval.py).
 """
 import argparse
 import asyncio
-import contextlib
 import itertools
 import os
 import random
@@ -199,9 +198,7 @@ class Comparison:
                                self.account)
         print(report.HEAD)
         try:
-            threads = self.sampler.threads() if self.sampler else contextlib.nullcontext()
-            with threads:
-                asyncio.run(self.answer_all())
+            asyncio.run(self.answer_all())
         except KeyboardInterrupt:
             stopped = "interrupted"
         except (api.Stop, OSError, ValueError, SamplerError, REPLError) as error:

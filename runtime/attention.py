@@ -19,6 +19,7 @@ Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query a
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary. Of packed rows: T
 tokens, C that are computed, S tokens that are seen.
 """
+import contextlib
 import inspect
 import os
 from itertools import accumulate
@@ -30,12 +31,13 @@ from torch import Tensor
 
 from runtime.prefixes import by_prefix
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-    if "block_table" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
-        varlen_attn = None
-except ImportError:
-    varlen_attn = None
+varlen_attn = None
+if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second to load
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            varlen_attn = None  # before torch 2.12
+
 
 FEW_SCORES = 1 << 18  # of a row; below, a CPU is faster in float32 (measured)
 SLICE = 16  # decoding rows in one call of SDPA

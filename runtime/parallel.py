@@ -26,12 +26,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the others
 PDEATHSIG = 1  # PR_SET_PDEATHSIG
@@ -172,6 +166,12 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
         return
     if alone:
         join(store=dist.HashStore(), rank=0, world_size=1)
+    from torch.distributed.fsdp import (  # here, as it takes a second to load
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.model["layers"]:
         fully_shard(block, mp_policy=policy)
@@ -182,18 +182,20 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
 
 
 def is_sharded(model) -> bool:
-    return isinstance(model.lm_head.weight, DTensor)
+    return hasattr(model.lm_head.weight, "full_tensor")  # only a DTensor has it
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a sharded tensor; every rank has to call it. Any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_share(tensor: Tensor, place: Tensor) -> Tensor:
     """This rank's share of `tensor`, in memory of its own, if `place` is sharded."""
-    if not isinstance(place, DTensor):
+    if not hasattr(place, "full_tensor"):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     share = distribute_tensor(
         tensor, place.device_mesh, place.placements, src_data_rank=None)
     return share.clone()

@@ -1,18 +1,27 @@
 """The pages say what is there: links, files, flags and sizes; and the files of
 docs/extending.md work as they stand, from a directory outside of the repository."""
+import ast
+import asyncio
+import inspect
+import json
 import re
+import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement  # comes with pytest
 
 import eval as evaluation
+import rlm
 import train
 from conftest import SHORT, command
 from tree import Node, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+CI = ROOT / ".ci" / "run"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EXTENDING = TEXTS[ROOT / "docs" / "extending.md"]
@@ -73,8 +82,11 @@ def test_every_page_is_linked_from_the_readme():
 
 @pages
 def test_flags_in_commands_exist(page, monkeypatch, capsys):
+    command(rlm, monkeypatch, "--help")
+    of_rlm = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     command(evaluation, monkeypatch, "--help")
     known = {
+        "rlm": of_rlm,
         "train": {"--" + field.name.replace("_", "-") for field in fields(train.Config)},
         "eval": set(re.findall(r"--[\w-]+", capsys.readouterr().out)),
     }
@@ -104,7 +116,57 @@ def test_lines_are_short(page):
 def test_the_readme_is_short_and_has_the_command_that_runs_the_tests():
     assert len(TEXTS[README].splitlines()) <= 220
     assert len(TEXTS[README].split()) <= 2000
-    assert "\npip install -r requirements.txt && pytest\n" in TEXTS[README]
+    command = "pip install -r requirements.txt -c constraints.txt && pytest"
+    assert f"\n{command}\n" in TEXTS[README]
+    # The same one runs after each change, only with less output.
+    assert f"\n{command.replace('install', 'install -q')}\n" in CI.read_text()
+
+
+def test_the_exact_set_is_within_the_ranges():
+    ranges, exact = ([Requirement(line) for line in (ROOT / name).read_text().splitlines()]
+                     for name in ("requirements.txt", "constraints.txt"))
+    assert [each.name for each in exact] == [each.name for each in ranges]
+    for pin, wide in zip(exact, ranges):
+        [version] = pin.specifier
+        assert version.operator == "==" and wide.specifier.contains(version.version)
+        assert not wide.specifier.contains("999")  # nobody has tried that
+        assert "==" not in str(wide)  # it would replace what a hosted notebook has
+
+
+def test_what_is_installed_is_all_that_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = project["tool"]["setuptools"]
+    assert installed["py-modules"] == sorted(path.stem for path in ROOT.glob("*.py"))
+    assert installed["packages"] == sorted(
+        path.parent.name for path in ROOT.glob("*/__init__.py"))
+
+
+# --- the notebook -------------------------------------------------------------------------
+
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
+    """In an event loop, as in Jupyter: a cell may await."""
+    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    names = {}
+
+    async def run():
+        for cell in cells:
+            code = compile("".join(cell["source"]), cell["id"], "exec",
+                           ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            made = eval(code, names)
+            if inspect.isawaitable(made):
+                await made
+
+    monkeypatch.chdir(ROOT / "docs")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    asyncio.run(run())
+    shown = capsys.readouterr().out
+    good, others = map(float, re.findall(r"trees: ([-+][\d.]+)", shown))
+    assert good > 0 > others  # one step, and good trees are more likely
+    assert names["Picture"]()._repr_svg_().startswith("<svg")
+    assert re.search(r"inherit +step 1: 0.3\d +step 50: 0.9\d", shown)
 
 
 # --- the examples -------------------------------------------------------------------------

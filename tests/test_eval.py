@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import eval as evaluation
 import rlm
@@ -18,7 +19,7 @@ from repl import REPLError
 from rlm import RLMConfig
 from tasks import Task
 from tokenizer import Tokenizer
-from tree import read_rollouts
+from tree import Node, Rollout, Turn, read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
@@ -470,3 +471,28 @@ FILE = [*ORACLE, "--data", DATA]
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert isinstance(message, str) and says in message and "\n" not in message
+
+
+def test_the_gaps_of_a_small_model_are_computed_with_one_thread():
+    seen = []
+
+    class Model:
+        device = "cpu"
+
+        def parameters(self):
+            return [torch.zeros(3)]
+
+        def logprobs(self, ids, mask):
+            seen.append(torch.get_num_threads())
+            return torch.tensor([-1.5]), None
+
+    root = Node()
+    root.add(Turn("user", "q", (1, 2)))
+    root.add(Turn("assistant", "a", (3,), (-1.0,)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        gaps = evaluation.gaps(Model(), [Rollout(None, "", root, 1.0)])
+        assert gaps == {root: [-0.5]} and seen == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

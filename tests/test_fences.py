@@ -107,6 +107,15 @@ def test_importing_the_programs_loads_nothing_of_the_lab():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_asking_a_model_loads_neither_fsdp_nor_the_compiler():
+    """They take as long to load as torch itself, and a question needs neither."""
+    code = ("import sys, rlm, torch\n"
+            "rlm.RLM('assets/tiny').completion('Sort the notes from \"A\".', {})\n"
+            "slow = {'torch._dynamo', 'torch.distributed.tensor'} & {*sys.modules}\n"
+            "sys.exit(bool(slow) and not torch.cuda.is_available())")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_no_module_shadows_the_standard_library():
     assert not {*TOP, *FOLDERS} & sys.stdlib_module_names
 

@@ -1,4 +1,4 @@
-"""The recursion, with scripted policies and the real REPL: no model, no torch."""
+"""The recursion, with scripted policies and the real REPL; then the trained tiny model."""
 
 import asyncio
 import functools
@@ -1182,6 +1182,30 @@ def test_what_is_said_about_a_context_is_its_type_and_size():
     assert say(7, "brief") == "context: int"
 
 
+# --- a trained model ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return rlm.RLM(ROOT / "assets" / "tiny")
+
+
+NOTES = tasks.make("notes", random.Random(3), heldout=True)
+
+
+def test_a_model_is_asked_in_and_out_of_an_event_loop(trained):
+    """As in a notebook, where a loop runs. The same seed gives the same answer."""
+    async def notebook():
+        answers = [trained.completion(NOTES.query, NOTES.context),
+                   await trained.acompletion(NOTES.query, NOTES.context)]
+        return answers + await asyncio.gather(
+            *(trained.acompletion(NOTES.query, NOTES.context) for _ in range(2)))
+
+    outside = trained.completion(NOTES.query, NOTES.context)
+    assert outside == NOTES.answer == trained.trace.answer
+    assert asyncio.run(notebook()) == [outside] * 4
+
+
 # --- the command line ---------------------------------------------------------------------
 
 
@@ -1209,3 +1233,17 @@ def test_wrong_flags_are_refused_by_name(args, says):
     done = command(*args)
     assert done.returncode == 2 and says in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_the_demo_shows_a_tree_with_its_gold_and_its_score():
+    done = command("--demo")
+    tree, _, rest = done.stdout.partition("\nanswer: ")
+    answer, gold = re.match(r"(.*)\ngold:   (.*)\nscore:  1.00\n", rest).groups()
+    assert (done.returncode, done.stderr) == (0, "") and answer == gold
+    assert tree.startswith("┌ root") and tree.count("┌ rlm ") == gold.count(":")
+    assert "What to look at: the root" in rest
+
+
+def test_the_demo_asks_nothing_else():
+    done = command("--demo", "What?")
+    assert done.returncode == 2 and "of its own" in done.stderr.splitlines()[-1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import runtime.attention
+import runtime.threads
 import sampler as sampler_module
 from model import Qwen3, Qwen3Config
 from rlm import local_policy
@@ -632,16 +633,36 @@ def test_pool_and_window_have_limits():
 
 @pytest.mark.parametrize("small_model, threads", [(10**9, 1), (1000, 3)])
 def test_a_small_model_samples_with_one_thread(small_model, threads, monkeypatch):
-    monkeypatch.setattr(sampler_module, "SMALL_MODEL", small_model)
+    monkeypatch.setattr(runtime.threads, "SMALL_MODEL", small_model)
+    sampler, seen = make(), []
+    forward = sampler.attention.forward
+
+    def watched(step):
+        seen.append(torch.get_num_threads())
+        return forward(step)
+
+    monkeypatch.setattr(sampler.attention, "forward", watched)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with pytest.raises(KeyError), make().threads():
-            assert torch.get_num_threads() == threads
-            raise KeyError
-        assert torch.get_num_threads() == 3
+        asyncio.run(sampler.generate([1, 2], 3))
+        assert {*seen} == {threads} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_second_event_loop_is_told_that_another_one_samples():
+    """It waits for no engine that cannot run: that would be for ever."""
+    sampler = make()
+
+    async def both():
+        first = asyncio.create_task(sampler.generate([1, 2], 3))
+        await asyncio.sleep(0)
+        with pytest.raises(SamplerError, match="another event loop"):
+            runtime.threads.run(asyncio.wait_for(sampler.generate([1, 2], 3), 5))
+        return await first
+
+    assert len(asyncio.run(both()).ids) == 3
 
 
 def test_a_share_of_the_memory_is_a_share_of_the_memory():
