@@ -36,6 +36,7 @@ import tasks
 from model import Qwen3
 from repl import REPLError
 from rlm import RLMConfig
+from runtime import console, flags
 from runtime.files import write_text
 from runtime.handed_in import HandedInError
 from sampler import SamplerError
@@ -317,9 +318,8 @@ def write_report(path: str, title: str, settings: dict, rows: list[dict], **part
 def read_flags() -> argparse.Namespace:
     from lab import api
 
-    parser = argparse.ArgumentParser(
-        description="Score methods on questions.", allow_abbrev=False,
-        epilog="The key of --api is read from OPENAI_API_KEY.")
+    parser = flags.parser("Score methods on questions.",
+                          epilog="The key of --api is read from OPENAI_API_KEY.")
     add = parser.add_argument_group("who answers").add_argument
     add("--model", help="checkpoint directory; with another --policy only its tokenizer "
         "and rlm.json are used")
@@ -370,9 +370,11 @@ def main() -> None:
         Comparison(read_flags()).run()
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
+    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
+        raise
     except (OSError, ValueError, SamplerError, REPLError) as error:
         sys.exit(f"eval.py: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -41,7 +41,7 @@ from grpo import GRPOConfig, Row, Stats, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, metrics, parallel, plan, track
+from runtime import checkpoint, console, handed_in, metrics, parallel, plan, track
 from runtime.device import (DEVICE, TYPES, compute_dtype, give_back_memory,
                             memory_used)
 from runtime.flags import flag, parse
@@ -151,6 +151,8 @@ def main() -> None:
             return
         Trainer(config, world).train()
         world.close()
+    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
+        raise
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
             Unscored) as error:
         sys.exit(world.message(error))
@@ -766,4 +768,4 @@ def plan_without_loading(config: Config, world: World) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

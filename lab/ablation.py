@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab import chart
+from runtime import console
 from runtime.files import read_json, write_text
 from runtime.run import HELDOUT
 
@@ -228,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

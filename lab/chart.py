@@ -10,6 +10,7 @@ import os
 import sys
 from html import escape
 
+from runtime import console
 from runtime.files import write_text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 56, 150, 36, 44
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -204,6 +204,8 @@ class Comparison:
                 asyncio.run(self.answer_all())
         except KeyboardInterrupt:
             stopped = "interrupted"
+        except BrokenPipeError:  # nobody reads the table: see runtime/console.py
+            raise
         except (api.Stop, OSError, ValueError, SamplerError, REPLError) as error:
             stopped = str(error) or repr(error)
         cells = {cell: self.journal.records(cell, self.numbers) for cell in self.cells}

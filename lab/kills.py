@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from runtime import console
+
 SECONDS_TO_DIE = 60
 REACHED = ("seed", "heldout_warmup", "heldout_final", "heldout_4x")
 
@@ -115,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

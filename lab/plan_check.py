@@ -17,6 +17,7 @@ import tempfile
 import torch
 
 from model import Qwen3, Qwen3Config
+from runtime import console
 from runtime.plan import Plan
 from sampler import Sampler
 
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)
