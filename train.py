@@ -139,6 +139,10 @@ LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
 PATIENCE = 10  # steps without any signal, after which GRPO ends
+NOTHING_LEARNT = (
+    "no step had a gradient: all trees of a question scored alike, in every group. If they "
+    "score 0, the questions are too hard for this start: take easier ones, or --warmup; if "
+    "1, too easy: take harder ones; otherwise raise --group")
 
 
 def main() -> None:
@@ -282,8 +286,11 @@ class Trainer:
         config, run = self.config, self.run
         sizes = [evaluation.context_tokens(task, self.tokenizer) for task in self.heldout]
         context = round(sum(sizes) / len(sizes))
-        print(f"training on {DEVICE}; a question's context has {context:,} tokens, the "
-              f"model's window {self.rlm.window:,}")
+        lengths = [evaluation.length_of(task) for task in self.heldout]
+        print(f"training on {DEVICE}; a question's context has {context:,} tokens by the "
+              f"model's tokenizer (its length, characters / 4, is "
+              f"{round(sum(lengths) / len(lengths)):,}), the model's window "
+              f"{self.rlm.window:,}")
         with run.stop:
             try:
                 final = self.learn()
@@ -295,6 +302,8 @@ class Trainer:
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
+        if run.state["skipped"] == run.state["step"] > 0:
+            raise parallel.Agreed(NOTHING_LEARNT)
 
     def learn(self) -> list[Rollout]:
         """All that a signal can stop. Raises Stopped where everything can be saved."""
@@ -439,7 +448,7 @@ class Trainer:
             run.state["sampled"] += metrics.sampled_tokens(rollouts)
             signal = any(any(row.advantages) for row in rows)
             silent = 0 if signal else silent + 1
-            run.state["skipped"] += not rows
+            run.state["skipped"] += not signal
 
             seconds = self.sampler.stats["seconds"] - in_model
             self.show(rollouts, stats.metrics() | {
@@ -571,7 +580,7 @@ class Trainer:
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
-              f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
+              f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
         self.report(rollouts)
         return rollouts
