@@ -6,8 +6,8 @@
     python eval.py --api http://localhost:8000/v1 --api-model NAME --html report.html
 
 Questions are generated from a seed, others than those of training, or read from a file.
-Every method gets the same ones. Scores are means with 95 % bootstrap intervals, and methods
-are compared question by question. Trees that the machine or a server lost are counted apart
+Every method gets the same ones. Scores are means with 95 % intervals, and methods are
+compared question by question. Trees that the machine or a server lost are counted apart
 and stay out of the means.
 
 With --json, --html or --save, every answer and every paid reply goes to a journal beside
@@ -20,6 +20,7 @@ out: several samples per question, and judge models.
 import argparse
 import asyncio
 import itertools
+import math
 import random
 import sys
 import time
@@ -38,7 +39,7 @@ import tasks
 from model import Qwen3
 from repl import REPLError
 from rlm import RLMConfig
-from runtime import metrics
+from runtime import console, flags, metrics
 from runtime.files import write_text
 from runtime.handed_in import HandedInError
 from sampler import SamplerError
@@ -49,6 +50,8 @@ from tree import Completion, Node, Rollout, Unscored
 
 RLM_METHODS = ("rlm0", "rlm1", "rlm2", "rlm0-bare", "rlm1-bare", "rlm2-bare")
 ANSWERED = ("final", "text")  # the ends of a root that has said its answer
+Z = 1.959964  # of a 95 % interval
+FEW = 20  # scores; see `interval`
 LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
 
 
@@ -73,7 +76,14 @@ def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
     return questions
 
 
+def length_of(task: Task) -> int:
+    """Of its context: characters / 4, so about tokens, and the same for every model. Where
+    a program says "length", it means this."""
+    return len(rlm.as_text(task.context)) // 4
+
+
 def context_tokens(task: Task, tokenizer: Tokenizer) -> int:
+    """By the tokenizer of one model."""
     return len(tokenizer.encode(rlm.as_text(task.context)))
 
 
@@ -103,19 +113,19 @@ def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMCon
     records, rollouts = zip(*(answers[i] for i in range(len(questions))))
     if all(record["failed"] for record in records):
         raise REPLError(f"every tree was lost: {records[0]['failed']}")
-    length = np.mean([context_tokens(task, tokenizer) for task in questions[:16]])
-    row = summary(list(records), questions[0].kind, round(float(length)), method)
-    return row, list(rollouts)
+    return summary(list(records), questions[0].kind, None, method), list(rollouts)
 
 
 class Meter:
-    """A policy that counts what another one costs."""
+    """A policy that counts what another one costs, and notes when it served a request:
+    not from when that was asked for, but from when it had left the queue."""
 
     def __init__(self, policy):
         self.policy = policy
         self.calls = 0
         self.used = Counter()  # tokens: prompt, reused, sampled
         self.prices: list[float | None] = []  # dollars per call, of policies that say so
+        self.served: list[tuple[float, float]] = []  # from when to when, per call
 
     @property
     def dollars(self) -> float | None:
@@ -124,7 +134,9 @@ class Meter:
         return sum(self.prices)
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
+        asked = time.monotonic()
         done = await self.policy(node, max_tokens, key)
+        self.served.append((asked + done.usage.get("waited", 0.0), time.monotonic()))
         self.calls += 1
         for name in ("prompt", "reused", "sampled"):
             self.used[name] += done.usage[name]
@@ -141,7 +153,7 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
     policy's exception can say otherwise: `final = True` means that another try is no use,
     `ends_run = True` that it is raised. Raised is also an error in a handed-in file."""
     for _ in range(tries):
-        meter, start = Meter(policy), time.monotonic()
+        meter = Meter(policy)
         root, seen, failed = Node(end="failed"), None, ""
         try:
             root, seen = await answer(method, task, meter, tokenizer, config, key)
@@ -154,8 +166,6 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
             failed = repr(error)
             if getattr(error, "final", False):
                 break
-    seconds = time.monotonic() - start
-
     reward = 0.0
     if not failed:
         try:
@@ -164,9 +174,10 @@ async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key
             failed = repr(error)
 
     nodes = list(root.walk())
+    seconds = covered(meter.served) + sum(node.repl_seconds for node in nodes)
     answered = root.end in ANSWERED or root.answer is not None
     record = {
-        "id": task.id, "context": len(rlm.as_text(task.context)) // 4, "score": reward,
+        "id": task.id, "context": length_of(task), "score": reward,
         "failed": failed, "end": root.end, "answered": answered, "seen": seen,
         "seconds": round(seconds, 3),
         "in": meter.used["prompt"], "reused": meter.used["reused"],
@@ -231,6 +242,15 @@ async def side_by_side(one: Callable, items, at_once: int) -> None:
         raise errors.exceptions[0] from None
 
 
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in any of the spans."""
+    total, end = 0.0, -math.inf
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
 def tokens(node: Node) -> int:
     """Tokens of a conversation; four characters count as one where there are no ids."""
     return len(node.ids) or sum(len(turn.text) for turn in node.turns) // 4
@@ -249,7 +269,7 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
 
     low, high, p50, p95 = None, None, None, None
     if scored:
-        low, high = bootstrap([r["score"] for r in scored])
+        low, high = interval([r["score"] for r in scored])
         p50, p95 = np.percentile([r["seconds"] for r in scored], [50, 95]).tolist()
         length = length or round(mean("context"))
     dollars = mean("dollars")
@@ -266,11 +286,26 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
 
-def bootstrap(scores: list[float], resamples: int = 2000) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean (Efron, 1979), from a fixed seed."""
-    values = np.asarray(scores)
-    picks = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
-    low, high = np.percentile(values[picks].mean(1), [2.5, 97.5])
+def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
+    """The 95 % interval of the mean of scores that can be `least` to 1.
+
+    Of a share (all scores are 0 or 1) Wilson's (1927). Of others the percentiles of 2,000
+    bootstrap resamples (Efron, 1979), from a fixed seed. Fewer than FEW scores, or equal
+    ones, show too little for that. Then the interval is widened: as many as z²/(n + z²) of
+    all questions may score `least` or 1, and none of them be among these n. (For equal
+    scores of 1 that is Wilson's interval, too.)"""
+    values = np.asarray(scores, dtype=float)
+    n, mean, z2 = len(values), float(values.mean()), Z ** 2
+    if least == 0.0 and np.isin(values, (0.0, 1.0)).all():
+        centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+        half = Z * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+        return max(0.0, centre - half), min(1.0, centre + half)
+    picks = np.random.default_rng(0).integers(n, size=(2000, n))
+    low, high = np.percentile(values[picks].mean(1), [2.5, 97.5]).tolist()
+    if n < FEW or np.ptp(values) < 1e-9:
+        unseen = z2 / (n + z2)
+        low += unseen * (min(least, values.min()) - low)
+        high += unseen * (max(1.0, values.max()) - high)
     return float(low), float(high)
 
 
@@ -286,7 +321,7 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
         if not both:
             continue
         gaps = [a[i]["score"] - b[i]["score"] for i in both]
-        low, high = bootstrap(gaps)
+        low, high = interval(gaps, least=-1.0)
         rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
                      "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
                      "high": high})
@@ -323,9 +358,8 @@ def write_report(path: str, title: str, settings: dict, rows: list[dict], **part
 def read_flags() -> argparse.Namespace:
     from lab import api
 
-    parser = argparse.ArgumentParser(
-        description="Score methods on questions.", allow_abbrev=False,
-        epilog="The key of --api is read from OPENAI_API_KEY.")
+    parser = flags.parser("Score methods on questions.",
+                          epilog="The key of --api is read from OPENAI_API_KEY.")
     add = parser.add_argument_group("who answers").add_argument
     add("--model", help="checkpoint directory; with another --policy only its tokenizer "
         "and rlm.json are used")
@@ -345,8 +379,8 @@ def read_flags() -> argparse.Namespace:
     add = parser.add_argument_group("questions").add_argument
     add("--tasks", help="kinds of questions, as a,b; each is a name or path/to/my_task.py "
         "(default: notes, and evidence with --data)")
-    add("--lengths", help="tokens of context, as 8000,128000; four characters count as one "
-        "(default: the kind's usual length)")
+    add("--lengths", help="of contexts, as 8000,128k,1m: characters / 4, so "
+        "about tokens (default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
     add("--split", default="heldout", choices=("heldout", "train", "all"),
         help="questions kept from training, those of training, or all rows of --data "
@@ -378,9 +412,11 @@ def main() -> None:
         Comparison(read_flags()).run()
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
+    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
+        raise
     except (OSError, ValueError, SamplerError, REPLError) as error:
         sys.exit(f"eval.py: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -1,9 +1,9 @@
 """GRPO on trees: from the rewards of the roots to a loss over sampled tokens.
 
 For each question G trees are sampled, and only their roots are scored. Root g has, within
-its group, the advantage (DeepSeekMath, 2402.03300, section 4.1.2; the floor is ours)
+its group, the advantage (DeepSeekMath, 2402.03300, section 4.1.2; the epsilon is ours)
 
-    A_g = (r_g - mean(r)) / (std(r) + floor)
+    A_g = (r_g - mean(r)) / (std(r) + epsilon)
 
 and every node below it inherits A_g: children need no reward of their own. The objective of
 a tree is the recursion of "Reinforcing Recursive Language Models" (alphaXiv, 2026),
@@ -46,7 +46,7 @@ from runtime.prefixes import by_prefix
 from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
-STD_FLOOR = 1e-2  # added to the deviation, so that nearly equal rewards count little
+EPSILON = 1e-2  # added to the deviation, so that nearly equal rewards count little
 CLIP_LOW = 0.2  # ratios are clipped below 1 - CLIP_LOW; GRPO's value, and DAPO's
 TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
 WORTH_SHARING = 0.02  # rows stay together if they share this much of their tokens
@@ -127,8 +127,8 @@ def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig(),
 
 def relative(values: list[float], config: GRPOConfig) -> list[float]:
     """Centred values. With std "on" they are divided by the deviation of the population
-    plus STD_FLOOR."""
-    scale = statistics.pstdev(values) + STD_FLOOR if config.std == "on" else 1.0
+    plus EPSILON."""
+    scale = statistics.pstdev(values) + EPSILON if config.std == "on" else 1.0
     return [value / scale for value in centred(values)]
 
 

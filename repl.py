@@ -9,8 +9,9 @@ without torch: it forks in 1 ms, the trainer in 40. The server forks one worker 
 relays messages between the two, and keeps the clock: the client may be busy with a forward
 pass, and nobody has checked the code that a worker runs.
 
-Here: client, worker with the builtins that the code sees, command line. Elsewhere: messages
-(runtime/frames.py), server (runtime/repl_server.py), isolation (runtime/sandbox.py).
+Here: client, worker with the builtins that the code sees. Elsewhere: messages
+(runtime/frames.py), server (runtime/repl_server.py), isolation (runtime/sandbox.py), the
+prompt of `python repl.py` (lab/shell.py).
 """
 
 from __future__ import annotations
@@ -106,8 +107,10 @@ class REPL:
         else:
             self._close()
 
-    async def execute(self, code: str, on_query: Callable | None = None) -> Result:
-        """Run one block. Never raises for what the code did.
+    async def execute(self, code: str, on_query: Callable | None = None,
+                      echo: bool = False) -> Result:
+        """Run one block. Never raises for what the code did. With `echo` it is a single
+        statement, and values of expressions are shown: for people, not for models.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
         is "llm" or "rlm", `contexts` a list of JSON values or None. For the kind "tool" the
@@ -120,7 +123,7 @@ class REPL:
             return self._over
         if self._busy:
             raise RuntimeError("a REPL runs one block at a time")
-        result = await self._exchange(b"X", {"code": code}, on_query)
+        result = await self._exchange(b"X", {"code": code, "echo": echo}, on_query)
         if result.done or result.died:
             self._over = result
             self._close()  # code that catches the exception of FINAL must not run on
@@ -291,18 +294,18 @@ class Worker:
         self.namespace["answer"] = self.answer
         return error
 
-    def block(self, code: str) -> str:
+    def block(self, code: str, echo: bool) -> str:
         """Run one block. Returns its error, or ""."""
         self.blocks += 1
         name = f"<repl {self.blocks}>"  # of its own: a traceback finds the right source
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-        error = self.attempt(self.run, code, name)
+        error = self.attempt(self.run, code, name, True, "single" if echo else "exec")
         if os.getpid() != self.pid:  # the code forked, and this is the child
             os._exit(0)
         return self.attempt(self.look_at_answer) or error
 
-    def run(self, source: str, name: str, dont_inherit: bool = True) -> None:
-        exec(compile(source, name, "exec", dont_inherit=dont_inherit), self.namespace)
+    def run(self, source: str, name: str, dont_inherit: bool, mode: str = "exec") -> None:
+        exec(compile(source, name, mode, dont_inherit=dont_inherit), self.namespace)
 
     def attempt(self, function: Callable, *arguments: Any) -> str:
         """Call it. Returns the short traceback of what it raised, even SystemExit."""
@@ -494,64 +497,13 @@ def short_traceback(error: BaseException) -> str:
     return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
 
 
-# --- for people ---------------------------------------------------------------------------
-
-
-def read_block(prompt: bool) -> str | None:
-    """The lines of one statement; None at the end. An empty line ends a compound one."""
-    import codeop
-
-    marks = (">>> ", "... ") if prompt else ("", "")
-    lines: list[str] = []
-    with contextlib.suppress(EOFError, SyntaxError, ValueError, OverflowError):
-        lines.append(input(marks[0]))  # if it is wrong, the REPL will say how
-        while codeop.compile_command("\n".join(lines), "<repl>", "single") is None:
-            lines.append(input(marks[1]))
-    return "\n".join(lines) if lines else None
-
-
 def main() -> int:
-    import argparse
-    import asyncio
-    from pathlib import Path
+    from lab import shell
 
-    parser = argparse.ArgumentParser(description="Sit in the REPL that the model sits in.")
-    add = parser.add_argument
-    add("file", nargs="*", help="becomes `context`; several: {name: text}")
-    add("--seconds", type=float, default=60.0, help="wall clock per block (default 60)")
-    add("--sandbox", choices=("require", "auto", "off"), default="auto",
-        help="namespaces around it (default auto: where possible)")
-    args = parser.parse_args()
-
-    try:
-        texts = {name: Path(name).read_text("utf-8", "replace") for name in args.file}
-    except OSError as error:
-        parser.exit(2, f"repl.py: cannot read {error.filename}: {error.strerror}\n")
-    context = texts if len(texts) > 1 else next(iter(texts.values()), "")
-    sys.stdout.reconfigure(errors="backslashreplace")  # lone surrogates
-
-    # Lines are read outside of the event loop, so that Ctrl-C interrupts at once.
-    with asyncio.Runner() as runner:
-        try:
-            limits = Limits(seconds=args.seconds, sandbox=args.sandbox)
-            repl = runner.run(REPL(context, limits=limits).__aenter__())
-            while (code := read_block(sys.stdin.isatty())) is not None:
-                result = runner.run(repl.execute(code))
-                if result.stdout:
-                    print(result.stdout.removesuffix("\n"), flush=True)
-                if result.error:
-                    print(result.error, file=sys.stderr)
-                if result.done:
-                    print(result.final)
-                if result.done or result.died:
-                    return int(bool(result.died))
-            return 0
-        except REPLError as error:
-            sys.exit(f"repl.py: {error}")
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return 130
+    return shell.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from runtime import console
+
+    console.start(main)

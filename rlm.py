@@ -42,6 +42,7 @@ from typing import Any
 
 import tasks
 from repl import REPL, Limits, first_of
+from runtime import console
 from runtime.files import read_json, write_json
 from runtime.flags import from_dict
 from runtime.handed_in import HandedInError
@@ -639,4 +640,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -70,6 +70,7 @@ class Request:
     arrival: int = 0  # its number in order of arrival
     prompt: int = 0  # length of the prompt
     reused: int = -1  # tokens of the prompt that were cached; -1: it never started
+    started: float = 0.0  # when it first left the queue, by time.monotonic
     computed: int = 0  # how many of ids have their keys and values in its pages
     pages: list[Page] = field(default_factory=list)  # its page table
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
@@ -156,6 +157,7 @@ class Sampler:
         self.arrivals += 1
         request = Request(list(ids), n, temperature, top_p, frozenset(stop), uniforms, done,
                           self.arrivals, len(ids))
+        asked = time.monotonic()
         self.waiting.append(request)
         if not working:
             self.engine = asyncio.create_task(self._run())
@@ -168,7 +170,8 @@ class Sampler:
         end = "length" if max_tokens <= room else "window"
         if new[-1] in request.stop:
             end = "stop"
-        usage = {"prompt": request.prompt, "reused": request.reused, "sampled": len(new)}
+        usage = {"prompt": request.prompt, "reused": request.reused, "sampled": len(new),
+                 "waited": request.started - asked}
         return Completion("", tuple(new), tuple(request.logprobs), end, usage)
 
     # --- the engine: everything below runs in one task ------------------------------------
@@ -256,7 +259,7 @@ class Sampler:
         insort(self.running, request, key=lambda r: r.arrival)
         self.stats["reused"] += cached
         if request.reused < 0:
-            request.reused = cached
+            request.reused, request.started = cached, time.monotonic()
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """Who computes its next n tokens, with pages for them. A request that decodes has

@@ -39,7 +39,7 @@ from grpo import GRPOConfig, Row, Stats, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, metrics, parallel, plan, track
+from runtime import checkpoint, console, handed_in, metrics, parallel, plan, track
 from runtime.device import (DEVICE, TYPES, compute_dtype, give_back_memory,
                             memory_used)
 from runtime.flags import flag, parse
@@ -138,6 +138,10 @@ FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 PATIENCE = 10  # steps without any signal, after which GRPO ends
+NOTHING_LEARNT = (
+    "no step had a gradient: all trees of a question scored alike, in every group. If they "
+    "score 0, the questions are too hard for this start: take easier ones, or --warmup; if "
+    "1, too easy: take harder ones; otherwise raise --group")
 
 
 def main() -> None:
@@ -150,6 +154,8 @@ def main() -> None:
             return
         Trainer(config, world).train()
         world.close()
+    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
+        raise
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
             Unscored) as error:
         sys.exit(world.message(error))
@@ -279,8 +285,11 @@ class Trainer:
         config, run = self.config, self.run
         sizes = [evaluation.context_tokens(task, self.tokenizer) for task in self.heldout]
         context = round(sum(sizes) / len(sizes))
-        print(f"training on {DEVICE}; a question's context has {context:,} tokens, the "
-              f"model's window {self.rlm.window:,}")
+        lengths = [evaluation.length_of(task) for task in self.heldout]
+        print(f"training on {DEVICE}; a question's context has {context:,} tokens by the "
+              f"model's tokenizer (its length, characters / 4, is "
+              f"{round(sum(lengths) / len(lengths)):,}), the model's window "
+              f"{self.rlm.window:,}")
         with run.stop:
             try:
                 self.learn()
@@ -297,6 +306,8 @@ class Trainer:
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
+        if run.state["skipped"] == run.state["step"] > 0:
+            raise parallel.Agreed(NOTHING_LEARNT)
 
     def learn(self) -> None:
         """All that a signal can stop. Raises Stopped where everything can be saved."""
@@ -444,7 +455,7 @@ class Trainer:
             run.state["sampled"] += metrics.sampled_tokens(rollouts)
             signal = any(any(row.advantages) for row in rows)
             silent = 0 if signal else silent + 1
-            run.state["skipped"] += not rows
+            run.state["skipped"] += not signal
 
             seconds = self.sampler.stats["seconds"] - in_model
             self.show(rollouts, stats.metrics() | {
@@ -582,7 +593,7 @@ class Trainer:
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
-              f"n {row['n']}, context {row['length']:,} tokens, {row['nodes']:.1f} nodes, "
+              f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
         if questions is self.heldout:
             self.measured = [(f"held out, step {self.run.state['step']} #{i}", tree)
@@ -781,4 +792,4 @@ def plan_without_loading(config: Config, world: World) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

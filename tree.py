@@ -44,12 +44,13 @@ class Completion:
     # Of `ids`, at temperature 1 and without top-p. None: taken over from another tree.
     logprobs: tuple[float, ...] | None = ()
     stop: str = "stop"  # why it ended: stop (end of turn), length or window
-    usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
+    # Tokens, and maybe seconds in a queue: {"prompt": 90, "reused": 64, "sampled": 12}
+    usage: dict | None = None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation."""
+    """One message of a conversation. Numbers of turns count those of the assistant."""
     role: str  # system, user or assistant
     text: str
 
@@ -116,6 +117,11 @@ class Node:
         for turn in self.turns:
             logprobs += turn.logprobs or [0.0] * len(turn.ids)
         return logprobs
+
+    @property
+    def written(self) -> int:
+        """The number of turns that the policy wrote: what max_turns limits."""
+        return sum(turn.role == "assistant" for turn in self.turns)
 
     @property
     def sampled(self) -> int:
@@ -209,7 +215,8 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
     for node in root.walk():
         bar = "│  " * node.depth
         name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
-        size = f"({len(node.turns)} turns, {node.sampled} sampled tokens)"
+        plural = "s" if node.written != 1 else ""
+        size = f"({node.written} turn{plural}, {node.sampled} sampled tokens)"
         lines.append(f"{bar}┌ {name}  {size}")
 
         for turn in node.turns:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab import chart
+from runtime import console
 from runtime.files import read_json, write_text
 from runtime.run import HELDOUT
 
@@ -179,11 +180,13 @@ def check_flags(path: str, flags: str) -> None:
 
 def train(path: str, flags: str) -> None:
     print(f"{path}: {flags}", flush=True)
-    command = [sys.executable, TRAIN, "--out", path, "--resume", *flags.split()]
+    command = [sys.executable, TRAIN, "--out", path, *flags.split()]
+    if os.path.exists(os.path.join(path, "run.json")):
+        command.append("--resume")
     os.makedirs(path, exist_ok=True)
     with open(os.path.join(path, "train.log"), "a", encoding="utf-8") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    if status:
+    if status and not is_finished(path):  # one without a gradient ends with 1, and counts
         raise RuntimeError(f"{path}: exit status {status}, see its train.log")
 
 
@@ -296,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -28,7 +28,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException, HTTPMessage, IncompleteRead
 from urllib import request
 from urllib.parse import urlsplit
@@ -163,21 +163,23 @@ class API:
         messages = [
             {"role": turn.role, "content": turn.text.encode("utf-8", "replace").decode()}
             for turn in node.turns]
-        asked = repr((self.model, self.temperature, max_tokens, key, messages))
-        name = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+        words = repr((self.model, self.temperature, max_tokens, key, messages))
+        name = hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
         if name in self.account.paid:
             self.served = True
             return self.account.paid[name]
         characters = sum(len(m["content"]) + 16 for m in messages)  # 16: a message's markup
+        asked = time.monotonic()
         async with self.account.gate():
             expected = round(characters * self.per_character)
             held = (expected + max_tokens, self.cost(expected, 0, max_tokens) or 0.0)
             await self.account.reserve(*held)
+            waited = time.monotonic() - asked
             task = asyncio.create_task(self.fetch(messages, max_tokens, name, held))
             self.account.open.add(task)
             done = await asyncio.shield(task)  # goes on if the run ends: see Account.drain
         self.per_character = max(self.per_character, done.usage["prompt"] / characters)
-        return done
+        return replace(done, usage=done.usage | {"waited": waited})
 
     async def fetch(self, messages: list[dict], max_tokens: int, name: str,
                     held: tuple[int, float]) -> Completion:

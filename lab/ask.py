@@ -8,7 +8,6 @@ The answer is the last that goes to standard output, after the turns of --stream
 tree of --trace. What ends without an answer goes to standard error, with a status that is
 not 0. What a model wrote is printed with its control characters spelled out.
 """
-import argparse
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from typing import Any
 import rlm
 import tasks
 from lab import api, report
+from runtime import flags
 from runtime.files import write_text
 from runtime.repl_server import REPOSITORY
 from tasks import Task
@@ -36,9 +36,8 @@ learnt from that. The mean score is 0.92, so another --seed may show a mistake."
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Ask a recursive language model about files.",
-        epilog="The key of --api is read from OPENAI_API_KEY.")
+    parser = flags.parser("Ask a recursive language model about files.",
+                          epilog="The key of --api is read from OPENAI_API_KEY.")
     parser.add_argument("--demo", action="store_true", help="ask the trained model in "
                         "assets/tiny about notes that --seed generates, print the tree")
     parser.add_argument("--model", help="checkpoint directory (no default)")
@@ -55,7 +54,8 @@ def main() -> None:
                         help="print each turn as it ends (default off)")
     parser.add_argument("--html", metavar="FILE", help="write the tree as a page")
     parser.add_argument("question", nargs="?", help="what to ask")
-    parser.add_argument("files", nargs="*", help="the context (default standard input)")
+    parser.add_argument("files", nargs="*", default=[],
+                        help="the context (default standard input)")
     args = parser.parse_args()
     if args.demo and (args.model or args.api or args.question):
         parser.error("--demo has a model and a question of its own")
@@ -67,6 +67,8 @@ def main() -> None:
     if not (args.model or args.api):
         parser.error("--model DIR is needed, or --api URL with --api-model NAME")
     try:
+        if not args.question.strip():
+            raise ValueError("the question is empty")
         context = task.context if args.demo else read_context(args.files)
         if not rlm.as_text(context).strip():
             raise ValueError("the context is empty")
@@ -86,6 +88,8 @@ def main() -> None:
             write_text(args.html, report.page(
                 "One question", {"question": args.question}, [], [("the tree", tree)],
                 asked.tokenizer))
+    except BrokenPipeError:  # nobody reads the turns: see runtime/console.py
+        raise
     except (OSError, ValueError, RuntimeError, api.Stop, api.APIError) as error:
         sys.exit(f"rlm.py: {error}")
     except KeyboardInterrupt:
@@ -129,7 +133,7 @@ def streamed(policy):
 def read_context(files: list[str]) -> Any:
     """One file: its text. Several files: {name: text}. None: standard input."""
     if not files:
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode("utf-8", "replace")  # as files are read
     texts = {}
     for name in files:
         with open(name, encoding="utf-8", errors="replace") as file:

@@ -24,7 +24,7 @@ import grpo
 from lab.kills import family
 from model import Qwen3, Qwen3Config
 from repl import REPL, Limits
-from runtime import parallel
+from runtime import console, parallel
 from runtime.files import write_json
 from runtime.plan import GIB, Plan
 from runtime.repl_server import Handle
@@ -607,4 +607,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -15,6 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from grpo import LENGTH_CONSTANT, GRPOConfig, collate, credit, make_rows, policy_loss
 from lab import objectives
+from runtime import console
 from tree import Node, Rollout, Turn
 
 THETA = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, -0.6, 0.5], dtype=torch.float64)
@@ -171,4 +172,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -15,6 +15,7 @@ import os
 import sys
 from html import escape
 
+from runtime import console
 from runtime.files import write_text
 from tree import Node, printable, read_rollouts
 
@@ -293,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

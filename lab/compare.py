@@ -70,7 +70,8 @@ class Comparison:
         self.questions = self.read_data(kinds[0]) if args.data else None
         self.numbers = range(len(self.questions) if args.data else args.n or 128)
         self.methods = self.choose_methods()
-        lengths = [int(text) for text in split(args.lengths)] or [None]
+        lengths = [int(text.replace("k", "000").replace("m", "000000"))
+                   for text in split(args.lengths)] or [None]
         self.cells = list(itertools.product(kinds, lengths, self.methods))
 
         self.model, self.sampler = None, None
@@ -110,8 +111,8 @@ class Comparison:
                 (a.api and not self.uses_api,
                  "--api is given, but neither root nor children use it"),
                 (a.budget_dollars and not a.price, "--budget-dollars needs --price"),
-                (not all(re.fullmatch("[1-9][0-9]*", text) for text in lengths),
-                 f"--lengths {a.lengths}: it is whole numbers, as 8000,128000"),
+                (not all(re.fullmatch("[1-9][0-9]*[km]?", text) for text in lengths),
+                 f"--lengths {a.lengths}: it is whole numbers, as 8000,128k,1m"),
                 (a.data and lengths,
                  "--lengths is for generated questions, not for those of --data"),
                 (a.data and "oracle" in self.speakers,
@@ -201,6 +202,8 @@ class Comparison:
             asyncio.run(self.answer_all())
         except KeyboardInterrupt:
             stopped = "interrupted"
+        except BrokenPipeError:  # nobody reads the table: see runtime/console.py
+            raise
         except (api.Stop, OSError, ValueError, SamplerError, REPLError) as error:
             stopped = str(error) or repr(error)
         cells = {cell: self.journal.records(cell, self.numbers) for cell in self.cells}

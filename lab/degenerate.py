@@ -9,6 +9,7 @@ echo pays a little; of notes all of these score 0.
 import random
 import sys
 
+from runtime import console
 import tasks
 import train
 from tasks.in_repl import block
@@ -68,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from runtime import console
 import train
 from repl import Handle, REPLError
 
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

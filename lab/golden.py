@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from runtime import console
+
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden"
 GREEDY, PROMPT = 64, 8  # tokens
 
@@ -109,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

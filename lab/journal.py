@@ -27,6 +27,8 @@ class Journal:
         self.done: dict[tuple, tuple[dict, Rollout]] = {}
         if not path:
             return
+        if resume and not Path(path).exists():
+            raise FileNotFoundError(f"{path}: there is nothing to resume")
         self.file = open(path, "a+b")
         self.file.seek(0)
         # A last line without its end is what a killed run was writing.

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from runtime import console
+
 SECONDS_TO_DIE = 60
 REACHED = ("seed", "heldout_warmup", "heldout_final", "heldout_4x")
 
@@ -88,13 +90,14 @@ def main() -> None:
     command = [sys.executable]
     if args.ranks > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command += ["train.py", "--out", args.out, "--resume", *flags]
+    command += ["train.py", "--out", args.out, *flags]
     result = Path(args.out, "result.json")
     result.unlink(missing_ok=True)
 
     for kill in range(args.kills + 1):
+        resume = ["--resume"] * Path(args.out, "run.json").exists()
         run = subprocess.Popen(
-            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            command + resume, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         last = kill == args.kills
         try:
             output, _ = run.communicate(timeout=None if last else rng.uniform(1, args.most))
@@ -115,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -14,7 +14,7 @@ import time
 import torch
 
 from model import Qwen3, Qwen3Config
-from runtime import hf
+from runtime import console, hf
 from runtime.files import write_json
 
 CONFIG = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
@@ -83,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

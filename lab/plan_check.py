@@ -16,6 +16,7 @@ import tempfile
 import torch
 
 from model import Qwen3, Qwen3Config
+from runtime import console
 from runtime.device import give_back_memory
 from runtime.plan import Plan
 from sampler import Sampler
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

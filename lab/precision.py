@@ -23,6 +23,7 @@ import torch
 
 import grpo
 import rlm
+from runtime import console
 import tasks
 import train
 from model import Qwen3
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

@@ -25,7 +25,7 @@ import torch
 from model import Qwen3Config
 from repl import Limits
 from rlm import RLMConfig
-from runtime import hf
+from runtime import console, hf
 from runtime.files import write_json
 from tokenizer import Tokenizer
 
@@ -158,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

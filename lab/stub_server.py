@@ -24,6 +24,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from runtime import console
+
 lock = threading.Lock()
 attempts: dict[str, int] = {}  # by the digest of a request
 settings: dict = {}
@@ -108,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

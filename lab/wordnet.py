@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 
+from runtime import console
 from runtime.files import write_text
 
 CLASSES = {  # WordNet's numbers and names of the lexicographer files
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.start(main)

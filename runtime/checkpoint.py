@@ -9,6 +9,7 @@ state is saved: all random numbers are drawn from (seed, phase, step).
 
 Left out: remote storage.
 """
+import contextlib
 import glob
 import os
 import shutil
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from runtime.files import read_json
+from runtime.files import read_json, readable
 from runtime.parallel import World
 
 FOLDER = "checkpoints"  # in --out
@@ -117,17 +118,16 @@ def no_room(out: str, need: int) -> str | None:
     free += shutil.disk_usage(out).free
     if need <= free:
         return None
-    return (f"{out}: {free / 1e9:.1f} GB are free, checkpoints and models need "
-            f"{need / 1e9:.1f}")
+    return (f"{out}: {readable(free)} are free, checkpoints and models need "
+            f"{readable(need)}")
 
 
 def save_optimizer(model, optimizer, path: str) -> None:
     """By name of the weight, so that any number of ranks can read it. Raises OSError."""
-    # One process is fine, but torch warns of it.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
-        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
-                 no_dist=not dist.is_initialized())
+        with one_process_is_fine():
+            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
+                     no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException of its own kind
         raise OSError(f"{path}: {_first_failure(error)}") from None
 
@@ -136,10 +136,19 @@ def load_optimizer(model, optimizer, path: str) -> None:
     """Raises ValueError if it does not fit or cannot be read."""
     try:
         state = get_optimizer_state_dict(model, optimizer)
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with one_process_is_fine():
+            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
         set_optimizer_state_dict(model, optimizer, state)
     except CheckpointException as error:
         raise ValueError(f"{path}: {_first_failure(error)}") from None
+
+
+@contextlib.contextmanager
+def one_process_is_fine():
+    """Without torch's guess that a run of one process has forgotten to start the others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _first_failure(error: CheckpointException) -> str:

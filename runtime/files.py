@@ -16,6 +16,14 @@ def write_json(path: str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2))
 
 
+def readable(size: float) -> str:
+    """A number of bytes for people: 1000 bytes, 41.2 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.1f}".removesuffix(".0") + f" {unit}"
+        size /= 1024
+
+
 def read_json(path: str) -> Any:
     """Raises OSError, or ValueError that names the file."""
     with open(path, encoding="utf-8") as file:

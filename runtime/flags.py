@@ -1,4 +1,4 @@
-"""Dataclasses as command lines: a field that `flag` made is the flag --name, with its help.
+"""Command lines. A dataclass can be one: a field that `flag` made is the flag --name.
 
 A class is a group of flags. Classes are combined by inheritance, so that a program has one
 flat configuration. Left out: nested configurations and files of settings. Standard library
@@ -28,24 +28,32 @@ def check(config) -> None:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
 
 
+def parser(description: str, **more):
+    """An argparse parser that says in one line what is wrong, and takes no flag by half its
+    name. `more` are arguments of argparse's own."""
+    import argparse  # where it is used: rlm.py imports this file, for a library as well
+
+    made = argparse.ArgumentParser(description=description, allow_abbrev=False, **more)
+    made.error = lambda message: made.exit(
+        2, f"{made.prog}: {message} (--help shows what there is)\n")
+    return made
+
+
 def parse(description: str, config_type, groups, earlier=lambda args: {}):
     """An instance of `config_type` from the command line.
 
     `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
     values that stand in for the defaults. Raises ValueError for what `check` and the
     classes refuse. Exits with status 2 for what is no flag, or no number."""
-    import argparse
-
-    parser = argparse.ArgumentParser(
-        description=description, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    common = parser.add_argument_group("common flags")
+    made = parser(description, usage="%(prog)s [--flag value ...]")
+    common = made.add_argument_group("common flags")
     for title, group_type in groups.items():
-        group = parser.add_argument_group(title)
+        group = made.add_argument_group(title)
         for f in fields(group_type):
             _add(common if f.metadata["common"] else group, f)
     # A resumed run takes its flags from a file; those that are given now still win.
-    parser.set_defaults(**earlier(parser.parse_args()))
-    args = vars(parser.parse_args())
+    made.set_defaults(**earlier(made.parse_args()))
+    args = vars(made.parse_args())
     config = config_type(**{f.name: args[f.name] for f in fields(config_type)})
     check(config)
     return config

@@ -16,7 +16,6 @@ def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
             groups.setdefault(rollout.group, []).append(advantage)
     n = len(scored)
     nodes = [node for rollout, _ in scored for node in rollout.root.walk()]
-    turns = [turn for node in nodes for turn in node.turns]
     flat = [not any(advantages) for advantages in groups.values()]
     return {
         "reward": sum(rollout.reward for rollout, _ in scored) / n,
@@ -24,7 +23,7 @@ def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
         "failed": len(rollouts) - n,
         "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
         "nodes": len(nodes) / n,
-        "turns": sum(turn.role == "assistant" for turn in turns) / n,
+        "turns": sum(node.written for node in nodes) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
         "critical_path": sum(critical_path(rollout.root) for rollout, _ in scored) / n,
         "tokens_worse": _mean([sampled_tokens([r]) for r, a in scored if a < 0]),

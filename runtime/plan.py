@@ -20,6 +20,7 @@ import torch
 
 from runtime.attention import varlen_attn
 from runtime.device import DEVICE, TYPES
+from runtime.files import readable
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
@@ -242,8 +243,8 @@ class Plan:
         first = ""
         if all_weights and self.rank:
             first = " with its warm-up, which trains all weights"
-        return (f"the run needs {need / GIB:.1f} GiB{first}, the device has "
-                f"{self.have / GIB:.1f}; {advice}")
+        return (f"the run needs {readable(need)}{first}, the device has "
+                f"{readable(self.have)}; {advice}")
 
     def table(self, many: int = 8) -> str:
         """For people: full fine-tuning and LoRA, each on one rank and on `many`."""

@@ -39,6 +39,7 @@ PRELOAD = (
 ).split()
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SPARES = 8  # workers that wait for a REPL to be asked for
+INTERRUPT = b"interrupt"  # in place of the limits of a REPL to start
 START_SECONDS = 60.0  # for the context and the tools to load, whatever a block may take
 
 
@@ -103,6 +104,12 @@ class Handle:
                 cls.stop()
                 problem = f"the REPL server cannot be reached: {error}"
         raise REPLError(problem)
+
+    @classmethod
+    def interrupt(cls) -> None:
+        """Ctrl-C for the blocks that run: each gets SIGINT, and may or may not heed it."""
+        if cls.current is not None:
+            cls.current.control.send(INTERRUPT)
 
     @classmethod
     def stop(cls) -> None:
@@ -246,10 +253,16 @@ class Server:
                     self.end(slot, "timeout", f"TimeoutError: {error}")
 
     def accept(self, _: int) -> None:
-        """The client asks for a REPL: it sends one descriptor and the limits."""
+        """The client asks for a REPL: it sends one descriptor and the limits. Or for the
+        end of the blocks that run."""
         request, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
         if not request:
             self.shut_down()
+        if request == INTERRUPT:
+            for slot in self.workers.values():
+                if slot.state in ("running", "asking"):
+                    os.kill(slot.pid, signal.SIGINT)
+            return
         if not descriptors:  # we have too many: the kernel closed it, the client sees that
             return
         limits = Limits(**json.loads(request))

@@ -132,6 +132,9 @@ class Run:
 
         Raises ValueError if the directory holds a run that this one may not touch."""
         config, out = self.config, self.out
+        if config.resume and not os.path.exists(self.path("run.json")):
+            raise ValueError(f"{out} holds no run to resume; without --resume a new one "
+                             "starts there")
         if os.path.isdir(out) or not config.model:
             self.world.take(out)
         last = checkpoint.last_checkpoint(out) if config.resume else None

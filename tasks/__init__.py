@@ -219,7 +219,11 @@ def scripted(script: Callable, task: Task, tokenizer):
     """The policy that writes what script(task, node) returns, cut like a model's message.
     Without a tokenizer four characters count as a token."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        text = script(task, node)
+        try:
+            text = script(task, node)
+        except Exception as error:
+            error.ends_run = True  # a bug of ours, and no failure of the machine
+            raise
         if getattr(tokenizer, "opens_thought", False):
             text = "</think>\n\n" + text  # else it would be taken for a thought
         ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()

@@ -10,7 +10,7 @@ somebody has to read each paragraph, and the model's window (TINY) holds just on
 import random
 from itertools import product
 
-from tasks.in_repl import TOOLS, block
+from tasks.in_repl import TOOLS, block, first_hit
 from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
 
 # A node has one message with room for one call, to two children at most.
@@ -79,3 +79,6 @@ def translate(node) -> str:
 
 def oracle(task, node):
     return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"])
+
+
+keyword = first_hit

@@ -245,10 +245,17 @@ def word_of(task) -> str:
     quoted = re.search(r'"([^"\n]+)"', task.query)
     if quoted:
         return quoted[1]
-    text = task.context
-    text = text if isinstance(text, str) else " ".join(text.values())
+    text = " ".join(texts_of(task.context))
     words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True)
     return next((w for w in words if w in text), words[0] if words else "the")
+
+
+def texts_of(context):
+    """The texts of a context, however deep its lists and dicts are."""
+    if isinstance(context, str):
+        return [context]
+    parts = context.values() if isinstance(context, dict) else context
+    return [text for part in parts for text in texts_of(part)]
 
 
 def sentences_with(context, word):
@@ -257,9 +264,10 @@ def sentences_with(context, word):
 
 
 def first_with(context, word):
-    return next(iter(sentences_with(context, word)), "")
+    texts = dict(enumerate(texts_of(context)))
+    return next(iter(sentences_with(texts, word)), "")
 
 
 def first_hit(task, node) -> str:
     """A keyword script: the first sentence with a word of the question."""
-    return script(first_with, word_of(task), uses=(sentences_with,))
+    return script(first_with, word_of(task), uses=(texts_of, sentences_with))

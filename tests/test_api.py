@@ -398,6 +398,7 @@ asyncio.run(go())
 def test_the_three_ways_to_send_a_body(raw):
     (done,), got = ask([raw])
     assert (done.text, done.ids, done.stop) == ("hi", (), "stop")
+    assert done.usage.pop("waited") >= 0
     assert done.usage == {"prompt": 7, "reused": 0, "sampled": 2, "dollars": None}
     assert got == [{"model": "m", "temperature": 1.0, "max_tokens": 5, "messages": [
         {"role": "system", "content": "be brief"},

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from repl import REPLError
 from rlm import RLMConfig
 from tasks import Task
 from tokenizer import Tokenizer
-from tree import Node, Rollout, Turn, read_rollouts
+from tree import Completion, Node, Rollout, Turn, read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
@@ -121,7 +122,50 @@ def test_differences_are_paired_and_skip_what_either_lost():
     cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): {0: record(0.0)}}
     d, = evaluation.differences(cells)
     assert (d["a"], d["b"], d["n"]) == ("a", "b", 50)
-    assert [d["difference"], d["low"], d["high"]] == pytest.approx([0.1] * 3)
+    assert d["difference"] == pytest.approx(0.1)
+    unseen = 3.8415 / 53.8415  # such a share of all questions may differ otherwise
+    assert [d["low"], d["high"]] == pytest.approx(
+        [0.1 - 1.1 * unseen, 0.1 + 0.9 * unseen], abs=1e-4)
+
+
+@pytest.mark.parametrize("scores, low, high", [
+    ([1.0] * 4, 0.5101, 1.0), ([0.0] * 4, 0.0, 0.4899), ([1.0], 0.2065, 1.0),
+    ([1.0] * 9 + [0.0], 0.5958, 0.9821),  # Wilson's of 9 of 10
+    ([0.5] * 4, 0.2551, 0.7449), ([1.0] * 128, 0.9709, 1.0)])
+def test_an_interval_holds_at_the_edges(scores, low, high):
+    assert evaluation.interval(scores) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("n", [4, 12, 128])
+@pytest.mark.parametrize("draw", [
+    lambda rng: float(rng.random() < 0.95), lambda rng: rng.random(),
+    lambda rng: 1.0 if rng.random() < 0.9 else rng.random()])
+def test_intervals_cover_the_mean(draw, n):
+    rng = random.Random(0)
+    mean = sum(draw(rng) for _ in range(20_000)) / 20_000
+    found = [evaluation.interval([draw(rng) for _ in range(n)]) for _ in range(60)]
+    assert sum(low <= mean <= high for low, high in found) >= 52
+
+
+def test_seconds_are_a_questions_own_and_not_those_in_a_queue(monkeypatch):
+    """Two requests, one after another, of 2 and 3 s; the first waited for 40 s before."""
+    clock = iter([100.0, 142.0, 150.0, 153.0])
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    waits = iter([40.0, 0.0])
+
+    async def policy(node, max_tokens, key):
+        usage = {"prompt": 1, "reused": 0, "sampled": 1, "waited": next(waits)}
+        return Completion("nothing", usage=usage)
+
+    config = replace(RLMConfig(), max_turns=2)
+    task = tasks.make("niah", random.Random(0))
+    record, _ = asyncio.run(evaluation.ask("rlm1", task, policy, None, config, ()))
+    assert record["seconds"] == 5.0
+
+
+def test_seconds_of_calls_side_by_side_count_once():
+    assert evaluation.covered([(5.0, 9.0), (0.0, 2.0), (1.0, 3.0), (6.0, 7.0)]) == 7.0
+    assert evaluation.covered([]) == 0.0
 
 
 def test_the_interval_of_a_difference_covers_it():
@@ -323,6 +367,46 @@ def test_a_mistake_in_a_reward_ends_the_run_and_names_the_file(name, says, comma
     assert "rewards.py line" in message and says in message and "\n" not in message
 
 
+def test_lengths_may_be_written_short_and_mean_the_same_everywhere(command, tiny, tmp_path):
+    """The table's length is characters / 4: for a script, a model and in training."""
+    path = tmp_path / "r.json"
+    assert command("--policy", "oracle", "--tasks", "niah", "--lengths", "2k,4000",
+                   "--n", 1, "--json", path)[0] is None
+    assert [round(row["length"], -2) for row in load(path)["rows"]] == [2000, 4000]
+    lengths = []
+    for who in (["--policy", "oracle"], ["--policy", "oracle", "--model", tiny]):
+        assert command(*who, "--n", 3, "--json", tmp_path / f"{len(who)}.json")[0] is None
+        lengths += [row["length"] for row in load(tmp_path / f"{len(who)}.json")["rows"]]
+    tokenizer, config = Tokenizer.from_pretrained(tiny), RLMConfig.load(f"{tiny}/rlm.json")
+    questions = evaluation.heldout_tasks(3)
+
+    async def policy(node, max_tokens, key):
+        return await tasks.scripted(tasks.oracle, questions[key[1]], tokenizer)(
+            node, max_tokens, key)
+
+    row, _ = evaluation.evaluate(questions, policy, tokenizer, config)
+    assert lengths == [row["length"]] * 2
+    characters = [len(json.dumps(task.context)) for task in questions]
+    assert row["length"] == pytest.approx(sum(characters) / 12, abs=1)
+
+
+def test_the_keyword_search_answers_every_kind_also_deep(command, tmp_path):
+    message, text = command("--policy", "keyword", "--tasks", "deep,niah", "--n", 2,
+                            "--json", tmp_path / "r.json")
+    assert message is None
+    assert [(row["failed"], row["score"]) for row in load(tmp_path / "r.json")["rows"]] == [
+        (0, 0.0), (0, 1.0)]
+
+
+def test_a_script_that_crashes_is_no_failure_of_the_machine(command, monkeypatch):
+    def broken(task, node):
+        return [][0]
+
+    monkeypatch.setattr("tasks.niah.keyword", broken)
+    with pytest.raises(IndexError):
+        command("--policy", "keyword", "--tasks", "niah", "--n", 2)
+
+
 # --- the journal --------------------------------------------------------------------------
 
 
@@ -443,7 +527,8 @@ FILE = [*ORACLE, "--data", DATA]
     ([*ORACLE, "--tasks", "chess"], "no task 'chess'; there are: notes, evidence"),
     ([*ORACLE, "--tasks", "chess.py"], "chess.py: no such file"),
     ([*ORACLE, "--tasks", "deep", "--lengths", "2000"], "deep tasks have one size"),
-    ([*ORACLE, "--lengths", "8k"], "--lengths 8k: it is whole numbers"),
+    ([*ORACLE, "--lengths", "8x"], "--lengths 8x: it is whole numbers, as 8000,128k,1m"),
+    ([*ORACLE, "--json", "r.json", "--resume"], "r.json.journal: there is nothing"),
     ([*ORACLE, "--tasks", "pairs", "--lengths", "90000000"], "1,000 to 100,000 tokens"),
     ([*ORACLE, "--n", "0"], "--n must be above 0"),
     ([*ORACLE, "--resume"], "--resume needs"),

@@ -404,18 +404,18 @@ def test_what_one_print_of_notes_tells():
             answer = {name: "foods" for name in task.answer}
             answer |= {name: found[0] for name, found in zip(answer, read) if found}
             scores[letters] += reward(task, answer) / len(questions)
-    print({letters: round(score, 2) for letters, score in scores.items()})
+    print("counted in characters, without a tokenizer:",
+          {letters: round(score, 2) for letters, score in scores.items()})
     assert 0.4 < scores[12] < 0.6 and max(scores.values()) < 0.8
 
 
 @pytest.fixture(scope="module")
 def tiny_notes(tmp_path_factory):
-    """Tokenizer and limits of the tiny model that is made for notes."""
+    """Tokenizer and limits of the tiny model that train.py makes for notes."""
     import train
 
     path = str(tmp_path_factory.mktemp("notes") / "init")
-    questions = [make("notes", random.Random(i)) for i in range(150)]
-    train.make_tiny(path, train.Config(), questions)
+    train.make_tiny(path, train.Config(), None)
     return Tokenizer.from_pretrained(path), RLMConfig.load(f"{path}/rlm.json")
 
 
@@ -456,7 +456,7 @@ def test_ways_to_sort_notes_without_children(tiny_notes):
                  for task, policy in zip(questions, policies)]
         rewards = [reward(task, root.answer) for task, root in zip(questions, roots)]
         scores[script.__name__] = round(sum(rewards) / 40, 3)
-    print(scores)
+    print("counted with the tokenizer that train.py makes:", scores)
     assert scores["dictionary"] == 1.0 and scores["two_letters"] > 0.9
 
 
@@ -796,9 +796,10 @@ def test_the_oracle_looks_neither_at_the_gold_nor_at_the_context(kind):
         assert tasks.oracle(task, node) == tasks.oracle(blind, node)
 
 
-@pytest.mark.parametrize("kind", SIZED)
-def test_the_keyword_search_is_a_floor(kind):
-    """One search suffices where the answer stands beside a word of the question."""
+@pytest.mark.parametrize("kind", NAMES)
+def test_what_one_search_for_a_word_scores(kind):
+    """It suffices where the answer stands beside a word of the question. So it is no floor
+    in general; on deep, whose answers stand nowhere, it finds nothing."""
     scores = []
     for task in made(kind, 6):
         root = play(task, tasks.keyword)
@@ -806,6 +807,7 @@ def test_the_keyword_search_is_a_floor(kind):
         scores.append(reward(task, root.answer))
     mean = sum(scores) / 6
     assert mean == 1.0 if kind in ("evidence", "niah") else mean < 0.6
+    assert kind != "deep" or mean == 0.0
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -896,11 +898,11 @@ def test_a_deep_question_asks_for_one_word_of_every_paragraph():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Tokenizer and limits of the tiny model that is made for deep."""
+    """Tokenizer and limits of the tiny model that train.py makes for deep."""
     import train
 
     path = str(tmp_path_factory.mktemp("deep") / "init")
-    train.make_tiny(path, train.Config(task="deep"), made("deep", 48))
+    train.make_tiny(path, train.Config(task="deep"), None)
     return Tokenizer.from_pretrained(path), RLMConfig.load(f"{path}/rlm.json")
 
 

@@ -614,25 +614,3 @@ def test_packages_of_an_environment_that_only_its_owner_may_enter(tmp_path):
     done = subprocess.run([tmp_path / "mine/bin/python", ROOT / "repl.py"], text=True,
                           input="import only_here\nFINAL(only_here.x)", capture_output=True)
     assert (done.stdout, done.stderr) == ("5\n", "")
-
-
-def test_command_line(tmp_path):
-    def command(*args, stdin=""):
-        return subprocess.run([sys.executable, ROOT / "repl.py", *args], input=stdin,
-                              text=True, capture_output=True, timeout=30,
-                              start_new_session=True)
-
-    (tmp_path / "a.txt").write_text("hello")
-    (tmp_path / "b.txt").write_text("world")
-    a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
-    done = command(a, stdin="def f():\n    return 2\n\nprint(f())\n1 / 0\nx = )\n"
-                            "FINAL(context)\nprint('never')\n")
-    assert (done.returncode, done.stdout) == (0, "2\nhello\n")
-    assert "ZeroDivisionError" in done.stderr and "SyntaxError" in done.stderr
-    done = command(a, b, stdin="for k in context:\n  print(context[k])")
-    assert (done.returncode, done.stdout) == (0, "hello\nworld\n")
-    done = command(a, "--seconds", "0.2", stdin="while True: pass\n\n")
-    assert done.returncode == 1 and "TimeoutError" in done.stderr
-    done = command(str(tmp_path / "none.txt"))
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "none.txt" in done.stderr

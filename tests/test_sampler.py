@@ -470,7 +470,18 @@ def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_the_window(
     got = alone(MODEL, ids, max_tokens, temperature=0)
     assert (len(got.ids), got.stop) == (sampled, stop)
     assert got.ids == naive_greedy(MODEL, ids, max_tokens)[0]
-    assert got.usage == {"prompt": length, "reused": 0, "sampled": sampled}
+    assert got.usage | {"waited": 0.0} == {
+        "prompt": length, "reused": 0, "sampled": sampled, "waited": 0.0}
+
+
+def test_a_request_tells_how_long_it_waited_for_its_place():
+    """One place: the second waits while the first is served."""
+    async def go():
+        sampler = make(MODEL, batch=1)
+        return await asyncio.gather(*(sampler.generate([n], 8) for n in (1, 2)))
+
+    first, second = asyncio.run(go())
+    assert 0 <= first.usage["waited"] < second.usage["waited"]
 
 
 def test_top_p_keeps_the_fewest_most_likely_tokens_and_logprobs_are_of_all():

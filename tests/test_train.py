@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHORT, command, data_of
+from conftest import FLAT, SHORT, command, data_of
 
 import eval as evaluation
 import rlm
@@ -92,7 +92,7 @@ def test_the_tokenizer_of_a_tiny_model_fits_it(short_run):
 
 def test_real_text_trains_two_steps_and_is_evaluated(tmp_path, monkeypatch):
     out = tmp_path / "c"
-    assert command(train, monkeypatch, *SHORT, "--data", DATA, "--out", out) is None
+    assert FLAT in command(train, monkeypatch, *SHORT, "--data", DATA, "--out", out)
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
     report = tmp_path / "rows.json"
     assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
@@ -111,12 +111,11 @@ def test_the_trained_model_answers_over_real_files(short_run, monkeypatch, capsy
 
 def test_tokens_end_a_run_and_the_best_weights_stay(short_run, tmp_path, monkeypatch):
     out = tmp_path / "h"
-    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+    assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                    "--warmup-steps", 0, "--heldout", 1, "--out", out,
-                   *"--tokens 1 --eval-every 1".split()) is None
+                   *"--tokens 1 --eval-every 1".split())
     # One step is more than one token.
     (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
-    # Three supervised steps answer nothing, so there is no signal.
     assert step["flat"] == 1 and step["skipped"] == 1
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert state["best"] == {"step": 1, "score": 0.0} and weights(out / "best")
@@ -207,6 +206,24 @@ def test_a_run_ends_when_ten_steps_in_a_row_taught_nothing(
     trainer.world.release()
 
 
+def test_a_run_without_any_gradient_ends_with_status_1_and_says_what_to_change(
+        short_run, tmp_path, monkeypatch, capsys):
+    """Also one that is resumed; one that has learnt something ends with 0."""
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+    message = command(train, monkeypatch, "--out", out, "--resume", "--steps", 3)
+    assert message.startswith("train.py: no step had a gradient: all trees of a question")
+    assert "\n" not in message
+    for advice in ("easier ones", "--warmup", "harder ones", "--group"):
+        assert advice in message
+    assert "done in" in capsys.readouterr().out and (out / "result.json").exists()
+    path = out / "checkpoints" / "grpo-000003" / "state.json"
+    state = json.loads(path.read_text())
+    assert state["skipped"] == state["step"] == 3
+    path.write_text(json.dumps(state | {"skipped": 2}))
+    assert command(train, monkeypatch, "--out", out, "--resume") is None
+
+
 def test_lengths_that_a_kind_cannot_have_are_left_out():
     def longer(task):
         config = train.Config(task=task, heldout=9, warmup="trees.jsonl")
@@ -219,7 +236,7 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
 def test_without_children_scripts_call_nobody_and_the_checkpoint_says_so(
         tmp_path, monkeypatch):
     out = tmp_path / "alone"
-    assert command(train, monkeypatch, *SHORT, "--method", "rlm0", "--out", out) is None
+    assert FLAT in command(train, monkeypatch, *SHORT, "--method", "rlm0", "--out", out)
     saved = rlm.RLMConfig.load(str(out / "final" / "rlm.json"))
     assert saved.max_depth == 0 and saved.max_nodes == 1
     questions = [tasks.make("notes", random.Random(i)) for i in range(40)]
@@ -243,9 +260,9 @@ def test_the_report_can_be_read_while_a_run_goes_on(short_run, tmp_path, monkeyp
 
     collect = train.Trainer.collect
     monkeypatch.setattr(train.Trainer, "collect", look)
-    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+    assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                    "--warmup-steps", 0, "--heldout", 1, "--eval-every", 1,
-                   "--out", tmp_path / "r") is None
+                   "--out", tmp_path / "r")
     first, second = ([tree["name"] for tree in data_of(page)["trees"]] for page in seen)
     assert first == ["held out, step 0 #0"]
     assert second[0] == "step 1 #0" and second[-1] == "held out, step 1 #0"
@@ -261,8 +278,8 @@ def test_the_report_is_written_between_evaluations_too(short_run, tmp_path, monk
     collect = train.Trainer.collect
     monkeypatch.setattr(train, "REPORT_SECONDS", -1.0)
     monkeypatch.setattr(train.Trainer, "collect", look)
-    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
-                   "--warmup-steps", 0, "--heldout", 1, "--out", tmp_path / "r") is None
+    assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--out", tmp_path / "r")
     assert [trees[0]["name"] for trees in seen] == ["held out, step 0 #0", "step 1 #0"]
     # Each node has the advantage that it was trained with.
     advantages = [node["adv"] for tree in seen[1][:4] for node in tree["nodes"]
@@ -399,7 +416,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
     # The flags come from run.json.
-    assert command(train, monkeypatch, "--out", out, "--resume") is None
+    assert FLAT in command(train, monkeypatch, "--out", out, "--resume")
     straight, resumed = weights(short_run / "final"), weights(out / "final")
     for name, weight in straight.items():
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
@@ -448,7 +465,7 @@ def test_a_run_saves_when_ten_minutes_have_passed(short_run, tmp_path, monkeypat
                            (0, ["grpo-000001", "grpo-000002"])):
         monkeypatch.setattr("runtime.run.SAVE_SECONDS", seconds)
         out = tmp_path / str(seconds)
-        assert command(train, monkeypatch, *flags, "--out", out) is None
+        assert FLAT in command(train, monkeypatch, *flags, "--out", out)
         assert sorted(os.listdir(out / "checkpoints")) == saved
 
 
@@ -482,7 +499,7 @@ def test_a_run_of_an_earlier_version_resumes_if_its_flags_are_built_in_now(
     message = command(train, monkeypatch, "--out", out, "--resume")
     assert "lora_alpha is 16.0; a resumed run cannot change it to 32.0" in message
     (out / "run.json").write_text(json.dumps(flags))
-    assert command(train, monkeypatch, "--out", out, "--resume") is None
+    assert FLAT in command(train, monkeypatch, "--out", out, "--resume")
 
 
 def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
@@ -509,6 +526,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
 
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
+    (["--resume"], "holds no run to resume"),
     (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
@@ -530,6 +548,7 @@ def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
     assert isinstance(message, str) and says in message and "\n" not in message
     assert not (tmp_path / "e" / "result.json").exists()
     assert not (tmp_path / "e" / "final").exists()
+    assert "--resume" not in args or not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize("args", [["--step", "3"], ["--steps", "many"]])
@@ -566,7 +585,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     monkeypatch.setattr(plan, "device_bytes", lambda device: 10 << 20)
     message = command(train, monkeypatch, "--model", short_run / "final", "--out",
                       tmp_path / "i")
-    assert "needs" in message and "the device has 0.0" in message and "\n" not in message
+    assert "needs" in message and "the device has 10 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
     assert table.count("\n") == 13 and "a model made from nothing" in table
@@ -574,6 +593,13 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     planned = capsys.readouterr().out  # a run starts with what --plan prints
     assert planned.splitlines()[:12] == table.splitlines()[:12]
     assert "the largest window that fits" in planned
+
+
+def test_the_directory_of_a_run_leads_to_its_model(short_run, monkeypatch):
+    for program in (evaluation, rlm, train):
+        more = ["question", "README.md"] if program is rlm else []
+        message = command(program, monkeypatch, "--model", short_run, *more)
+        assert f"the directory of a run; its model is {short_run / 'final'}" in message
 
 
 def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
@@ -598,12 +624,12 @@ def test_a_broken_row_of_the_data_is_named(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_deep_run_trains_and_keeps_its_depth(tmp_path, monkeypatch):
     out = tmp_path / "deep"
-    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--out", out) is None
+    assert FLAT in command(train, monkeypatch, *SHORT, "--task", "deep", "--out", out)
     assert json.loads((out / "result.json").read_text())["heldout_4x"] is None
     assert rlm.RLMConfig.load(str(out / "final" / "rlm.json")).max_depth == 2
     again = tmp_path / "one"
-    assert command(train, monkeypatch, *SHORT, "--task", "deep", "--method", "rlm1",
-                   "--model", out / "warmup", "--warmup-steps", 0, "--out", again) is None
+    assert FLAT in command(train, monkeypatch, *SHORT, "--task", "deep", "--method", "rlm1",
+                   "--model", out / "warmup", "--warmup-steps", 0, "--out", again)
     assert rlm.RLMConfig.load(str(again / "final" / "rlm.json")).max_depth == 1
 
 

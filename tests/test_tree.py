@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime import metrics
 from tasks import Task
 from tree import Node, Rollout, Turn, printable, read_rollouts, render, write_rollouts
 
@@ -140,6 +141,17 @@ def test_what_a_model_wrote_cannot_drive_the_terminal():
     shown.encode()  # and no lone surrogate keeps it from being printed
     assert "\\x1b[2J" in shown
     assert printable("é\tß\n日本 👩") == "é\tß\n日本 👩"
+
+
+def test_turns_are_those_that_the_policy_wrote_wherever_they_are_counted():
+    said = Turn("assistant", "a", (1,), (0.0,))
+    root = Node(turns=[Turn("system", ""), Turn("user", "?"), said])
+    child = Node(path=(0,), turns=[*root.turns, Turn("user", "!"), Turn("assistant", "b")])
+    root.children.append(child)
+    assert (root.written, child.written) == (1, 2)
+    text = render(root)
+    assert "root  (1 turn, 1 sampled" in text and "rlm 0  (2 turns, 1 sampled" in text
+    assert metrics.describe([Rollout({}, "g", root, 1.0)], [0.0])["turns"] == 3
 
 
 def test_render_shows_every_node_indented_and_cuts_what_is_long():
