@@ -60,12 +60,13 @@ def main() -> None:
         return trees
 
     train.Trainer.collect = collect_and_count
-    train.main()
-    if not steps:
-        return
-    last = [sum(values) / len(values) for values in zip(*steps[-5:])]
-    print(f"{name}: share {steps[0][0]:.2f} in the first step, {last[0]:.2f} in the last "
-          f"five; reward {steps[0][1]:.2f}, {last[1]:.2f}")
+    try:
+        train.main()
+    finally:  # also of a run without a gradient, which ends with status 1
+        if steps:
+            last = [sum(values) / len(values) for values in zip(*steps[-5:])]
+            print(f"{name}: share {steps[0][0]:.2f} in the first step, {last[0]:.2f} in "
+                  f"the last five; reward {steps[0][1]:.2f}, {last[1]:.2f}")
 
 
 if __name__ == "__main__":

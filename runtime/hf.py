@@ -113,7 +113,8 @@ def _check_directory(path: str) -> None:
     for name in ("final", "best", "warmup", "init"):
         inside = os.path.join(path, name)
         if os.path.exists(os.path.join(inside, CONFIG)):
-            raise FileNotFoundError(f"{path}: the directory of a run; its model is {inside}")
+            raise FileNotFoundError(
+                f"{path}: the directory of a run; its model is {inside}")
     line = f"{os.path.join(path, CONFIG)}: missing"
     others = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
     if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):

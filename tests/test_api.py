@@ -526,9 +526,10 @@ def test_what_is_reserved_is_never_promised_twice(limits):
 def test_a_reply_that_was_paid_for_is_handed_out_again():
     account = Account()
     (first,), _ = ask([http(GOOD)], account=account)
-    kept = dict(account.paid)
-    again, got = ask([http({}, "500 No")], account=Account(paid=kept))
-    assert again == [first] and not got
+    kept = list(account.paid.values())
+    again, got = ask([http({}, "500 No")], account=Account(paid=dict(account.paid)))
+    assert again == kept and not got
+    assert (first.text, first.usage["sampled"]) == (kept[0].text, kept[0].usage["sampled"])
 
 
 @pytest.mark.parametrize("url, key, says", [

@@ -108,6 +108,12 @@ def test_what_the_readme_tells_to_look_for_is_there():
 
 
 @pages
+def test_a_ceiling_in_tokens_says_by_whose_tokenizer(page):
+    for paragraph in TEXTS[page].split("\n\n"):
+        assert "ways_to_sort" not in paragraph or "tokenizer" in paragraph
+
+
+@pages
 def test_lines_are_short(page):
     long = [n for n, line in enumerate(TEXTS[page].splitlines(), 1) if len(line) > 120]
     assert not long

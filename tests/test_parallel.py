@@ -322,8 +322,9 @@ def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkey
 
 def test_torch_is_not_heard_when_one_process_saves_and_resumes(tmp_path):
     """Each in a process of its own, as torch warns once per process."""
-    code = ("import sys, torch\nfrom runtime import checkpoint\nmodel = torch.nn.Linear(2, 2)"
-            "\noptimizer = torch.optim.AdamW(model.parameters())\n"
+    code = ("import sys, torch\nfrom runtime import checkpoint\n"
+            "model = torch.nn.Linear(2, 2)\n"
+            "optimizer = torch.optim.AdamW(model.parameters())\n"
             "model(torch.ones(2)).sum().backward()\noptimizer.step()\n"
             "getattr(checkpoint, sys.argv[1])(model, optimizer, sys.argv[2])")
     for name in ("save_optimizer", "load_optimizer"):
