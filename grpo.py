@@ -6,7 +6,7 @@ its group, the advantage (DeepSeekMath, 2402.03300, section 4.1.2; the floor is 
     A_g = (r_g - mean(r)) / (std(r) + floor)
 
 and every node below it inherits A_g: children need no reward of their own. The objective of
-a tree is the recursion of the blog "Reinforcing Recursive Language Models" (alphaXiv, 2026),
+a tree is that of the blog "Reinforcing Recursive Language Models" (alphaXiv, 2026),
 
     J(y, A) = J_node(y, A) + (1 / k_y) * sum_i J(y_i, A)
     J_node  = c * sum_t [w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A) - beta k3_t]
