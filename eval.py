@@ -264,7 +264,8 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
     scored = [r for r in records if not r["failed"]]
 
     def mean(name: str) -> float | None:
-        values = [r[name] for r in scored if r[name] is not None]
+        # A journal of an earlier version lacks what was not counted then.
+        values = [r[name] for r in scored if r.get(name) is not None]
         return float(np.mean(values)) if values else None
 
     low, high, p50, p95 = None, None, None, None

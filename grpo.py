@@ -6,7 +6,7 @@ its group, the advantage (DeepSeekMath, 2402.03300, section 4.1.2; the epsilon i
     A_g = (r_g - mean(r)) / (std(r) + epsilon)
 
 and every node below it inherits A_g: children need no reward of their own. The objective of
-a tree is the recursion of "Reinforcing Recursive Language Models" (alphaXiv, 2026),
+a tree is that of the blog "Reinforcing Recursive Language Models" (alphaXiv, 2026),
 
     J(y, A) = J_node(y, A) + (1 / k_y) * sum_i J(y_i, A)
     J_node  = c * sum_t [w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A) - beta k3_t]
@@ -15,7 +15,7 @@ a tree is the recursion of "Reinforcing Recursive Language Models" (alphaXiv, 20
 over the k_y children of y that sampled a token, and the sampled tokens t of y; the loss is
 -J. So a root with forty children does not outweigh one with two.
 
-    c        a constant (Dr. GRPO) where that article has 1/|y| (GRPO)
+    c        a constant (Dr. GRPO) where the blog's formula has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
     w_t      pi_old / pi_sampler, which differ a little in precision and kernels; detached
              and truncated as in TIS (truncated importance sampling)

@@ -103,7 +103,7 @@ SETS = {
     "credit-deep": Set(CREDIT, claims=tuple(CREDIT), **DEEP),
     "credit-definitions": Set(
         CREDIT, task="definitions", seeds=(0, 1),
-        flags="--lora-rank 16 --lr 3e-4 --questions 4",
+        flags="--lora-rank 16 --lr 3e-4 --questions 4 --heldout 64",
         warm_up="--model {model} --warmup scripts --warmup-lr 1e-3"),
     "more": Set({
         "default": "",
