@@ -294,7 +294,7 @@ class Worker:
         self.namespace["answer"] = self.answer
         return error
 
-    def block(self, code: str, echo: bool) -> str:
+    def block(self, code: str, echo: bool = False) -> str:
         """Run one block. Returns its error, or ""."""
         self.blocks += 1
         name = f"<repl {self.blocks}>"  # of its own: a traceback finds the right source
