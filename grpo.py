@@ -47,7 +47,8 @@ from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 EPSILON = 1e-2  # added to the deviation, so that nearly equal rewards count little
-CLIP_LOW = 0.2  # ratios are clipped below 1 - CLIP_LOW; GRPO's value, and DAPO's
+# From the second update of a batch on, ratios are clipped to 1 - CLIP_LOW, 1 + CLIP_HIGH.
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # DAPO's clip-higher; GRPO has 0.2 on both sides
 TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
 WORTH_SHARING = 0.02  # rows stay together if they share this much of their tokens
 
@@ -72,8 +73,6 @@ class GRPOConfig:
         choices=("constant", "sequence", "batch"))
     std: str = flag(
         "on", "divide by the group's deviation (Dr. GRPO: off)", choices=("on", "off"))
-    clip_high: float = flag(
-        0.2, "from the second update on, clip ratios above 1 plus this (DAPO: 0.28)")
     updates: int = flag(1, "optimizer steps on each batch, each over all of it", 1)
     kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from")
     cost: float = flag(
@@ -86,8 +85,6 @@ class GRPOConfig:
             raise ValueError("credit root trains no children: children sum has no effect")
         if self.length == "batch" and self.children == "sum":
             raise ValueError("length batch weights all tokens alike, whoever sampled them")
-        if self.updates == 1 and self.clip_high != 0.2:
-            raise ValueError("clip_high has no effect with updates 1: the ratio is 1")
 
 
 def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
@@ -347,7 +344,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
 
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()
-    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + config.clip_high)
+    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     surrogate_N = torch.minimum(ratio_N * A_N, clipped_N * A_N)
 
     gap_N = old_N - pack["sampler"]

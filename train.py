@@ -180,6 +180,10 @@ class Trainer:
             self.config = config = settle(config)
         self.world = world
         self.run = run = Run(self, config, world)
+        self.trees: list[Rollout] = []  # of the last step
+        self.credit: dict[Node, grpo.Credit] = {}  # of their nodes
+        self.measured: list[tuple[str, Rollout]] = []  # held out, with what to call them
+        self.reported = time.monotonic()
         world.agree(facts(config))
 
         # What the user gave is read first: a typo must not empty a directory.
@@ -404,10 +408,6 @@ class Trainer:
                                window=self.rlm.window, dtype=self.dtype,
                                copy=lora and not self.plan.apart)
         self.policy = rlm.local_policy(self.sampler, self.tokenizer)
-        self.trees: list[Rollout] = []  # of the last step
-        self.credit: dict[Node, grpo.Credit] = {}  # of their nodes
-        self.measured: list[tuple[str, Rollout]] = []  # held out, with what to call them
-        self.reported = time.monotonic()
         # With adapters the reference of a KL term is the model with its adapters off.
         self.reference = None
         if self.config.kl and not lora:

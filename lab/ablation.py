@@ -117,7 +117,7 @@ SETS = {
         "one child drawn": "--objective one_child",
         "process reward 0.2": "--objective process",
         "KL 0.01": "--kl 0.01",
-        "two updates, clip 0.28": "--updates 2 --clip-high 0.28",
+        "two updates, clip 0.28": "--updates 2",
     }),
 }
 

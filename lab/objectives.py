@@ -3,9 +3,9 @@
 An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
 grpo.py's. Each docstring names the switches of GRPOConfig that the objective reads, and
-ValueError refuses values that it would ignore. The switches of the loss (--updates,
---clip-high, --kl) go with all of them but dpo. The rewards that it sees are less the price
-of --cost. Your own objective can be a function like these, in any file.
+ValueError refuses values that it would ignore. The switches of the loss (--updates, --kl)
+go with all of them but dpo. The rewards that it sees are less the price of --cost. Your own
+objective can be a function like these, in any file.
 
 Left out: what needs another loss, or scores of turns (a critic, a process reward model).
 """

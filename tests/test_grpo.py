@@ -214,10 +214,9 @@ def test_rows_take_what_an_objective_says():
     (dict(credit="none"), "credit is 'none'"), (dict(children="one"), "children is 'one'"),
     (dict(length="none"), "length is 'none'"), (dict(std="none"), "std is 'none'"),
     (dict(updates=0), "updates is 0, the least is"), (dict(kl=-1.0), "kl is -1.0"),
-    (dict(clip_high=math.nan), "clip_high is nan"),
+    (dict(cost=math.nan), "cost is nan"),
     (dict(credit="root", children="sum"), "trains no children"),
-    (dict(length="batch", children="sum"), "all tokens alike"),
-    (dict(clip_high=0.28), "no effect with updates 1")])
+    (dict(length="batch", children="sum"), "all tokens alike")])
 def test_a_wrong_or_inert_switch_is_refused(switches, says):
     with pytest.raises(ValueError, match=says):
         GRPOConfig(**switches)
@@ -246,7 +245,7 @@ def loss_of(ratio, advantage, gap=0.0, weight=1.0, **config):
 
 @pytest.mark.parametrize("ratio, advantage, surrogate, slope, clipped", [
     (1.0, 2.0, 2.0, 2.0, 0), (1.0, -2.0, -2.0, -2.0, 0), (1.1, 2.0, 2.2, 2.2, 0),
-    (1.5, 2.0, 2.4, 0.0, 1),  # a good token: no more than 1 + eps_high
+    (1.5, 2.0, 2.56, 0.0, 1),  # a good token: no more than 1 + eps_high
     (0.5, 2.0, 1.0, 1.0, 0),  # but all the way back
     (0.9, -2.0, -1.8, -1.8, 0),
     (0.5, -2.0, -1.6, 0.0, 1),  # a bad one: no less than 1 - eps_low
@@ -258,9 +257,8 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, surrogate, slope, clipp
 
 
 def test_the_two_sides_clip_by_their_own_limits():
-    limits = dict(updates=2, clip_high=0.4)
-    assert loss_of(1.5, 1.0, **limits)[0] == pytest.approx(-1.4)
-    assert loss_of(0.5, -1.0, **limits)[0] == pytest.approx(0.8)
+    assert loss_of(1.5, 1.0, updates=2)[0] == pytest.approx(-1.28)
+    assert loss_of(0.5, -1.0, updates=2)[0] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("gap, trust", [
@@ -278,8 +276,8 @@ def test_a_batch_by_hand_and_its_diagnostics_by_depth():
     pack = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
             "weights": torch.tensor([0.1, 0.2, 0.3]), "depths": torch.tensor([0, 2, 0])}
     loss, stats = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
-    # 1.2 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
-    assert loss.item() == pytest.approx(-(0.1 * 1.2 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
+    # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
+    assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
 
     metrics = stats.metrics()
     assert metrics["largest_gap"] == pytest.approx(math.log(3))
@@ -335,7 +333,7 @@ def test_on_the_first_update_the_gradient_is_the_policy_gradient():
     assert torch.allclose(new.grad, -weight * advantage)
 
 
-@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(updates=2, clip_high=0.5)])
+@pytest.mark.parametrize("switches", [dict(), dict(kl=0.3), dict(updates=2)])
 def test_the_gradient_agrees_with_finite_differences(switches):
     """On a table of logits, with clipped, unclipped and truncated tokens among them."""
     rng = torch.Generator().manual_seed(1)

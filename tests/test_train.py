@@ -301,7 +301,7 @@ def test_lines_of_a_run_appear_at_once_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--kl 0.1 --updates 2 --clip-high 0.28", "--lora-rank 2 --kl 0.1",
+    "", "--kl 0.1 --updates 2", "--lora-rank 2 --kl 0.1",
     "--lora-rank 2 --objective dpo", "--objective own --bf16-states",
     "--objective filter", "--objective rao --cost 0.5",
     "--objective node_mean --length sequence"])
@@ -534,7 +534,6 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1, the least is 2"),
     (["--lr", "nan"], "lr is nan"),
-    (["--clip-high", "0.28"], "no effect with updates 1"),
     (["--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup", "x.jsonl", "--warmup-steps", "0"], "warmup has no effect"),
     (["--sandbox", "maybe"], "require or auto or off"),
@@ -674,4 +673,4 @@ def test_a_run_that_learnt_nothing_leaves_nothing_in_the_way(
         "def score(task, answer):\n    return 1 / 0\n")
     flags = *SHORT, "--model", short_run / "init", "--out", tmp_path / "run"
     assert "wrong.py" in command(train, monkeypatch, *flags, "--task", wrong)
-    assert command(train, monkeypatch, *flags) is None
+    assert FLAT in command(train, monkeypatch, *flags)
