@@ -46,12 +46,13 @@ def run(made: Coroutine) -> Any:
         return await made
 
     with ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(asyncio.run, told())
+        thread.submit(int).result()  # a thread that is still starting would not be joined
         try:
-            return ended.result()
+            return thread.submit(asyncio.run, told()).result()
         except KeyboardInterrupt:
-            loop, task = begun.result()
-            loop.call_soon_threadsafe(task.cancel)
+            if not begun.cancel():  # it runs
+                loop, task = begun.result()
+                loop.call_soon_threadsafe(task.cancel)
             raise
 
 

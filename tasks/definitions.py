@@ -119,9 +119,11 @@ def words_on(text: str) -> list[str]:
 
 
 # Shares of good and bad strategies. Only all with read is right: which is which is for the
-# reinforcement to find out. Half of the children read, as reading takes long to learn.
-ROOT_SCRIPTS = {"all": 0.45, "one": 0.15, "some": 0.1, "echo": 0.2, "forget": 0.1}
-CHILD_SCRIPTS = {"read": 0.5, "first": 0.15, "same": 0.1, "echo": 0.15, "none": 0.1}
+# reinforcement to find out. Most children read, as reading takes long to learn. None echoes
+# its words: that pays 0.13 without reading, more than a policy that reads badly gets, and a
+# pretrained model that had seen it ended there (docs/results.md).
+ROOT_SCRIPTS = {"all": 0.4, "one": 0.25, "some": 0.2, "forget": 0.15}
+CHILD_SCRIPTS = {"read": 0.6, "first": 0.2, "none": 0.2}
 
 
 def demonstrate(task, node, rng):
@@ -137,22 +139,16 @@ def strategy_code(task, node, name: str) -> str:
         kinds = {word: dictionary()[word][0] for word in words if word in dictionary()}
         if name == "first":
             kinds = dict(list(kinds.items())[:1])
-        if name == "same":
-            kinds = dict.fromkeys(kinds, asked)
         return block(label_code(kinds, asked))
-    if node.depth and name == "echo":
-        return block('FINAL([s.split(":")[0] for s in context.split("\\n")])')
     return block({
-        # a root: children read all pages, or one, or two; it answers with all words
+        # a root: children read all pages, or one, or two
         "all": f"FINAL(rlm_query_batched({ask}, context))",
         "one": f"FINAL(rlm_query({ask}, context[0]))",
         "some": f"FINAL(rlm_query_batched({ask}, context[:2]))",
-        "echo": 'FINAL([s.split(":")[0] for p in context for s in p.split("\\n")])',
         "forget": "print(len(context))",
-        # a child: it reads all, or the first line, or takes all words; it does not look
+        # a child: it reads all, or the first line; it does not look
         "read": "print(context)",
         "first": "print(context)",
-        "same": "print(context)",
         "none": "FINAL([])",
     }[name])
 
@@ -162,8 +158,8 @@ def label_code(kinds: dict[str, str], asked: str) -> str:
 
     In a text, not in a dict: half of the tokens of a dict are quotes and commas."""
     lines = "\n".join(f"{word} {kind}" for word, kind in kinds.items())
-    pick = f's.split()[0] for s in kinds.split("\\n") if s.endswith(" {asked}")'
-    return f'kinds = """\n{lines}\n"""\nFINAL([{pick}])'
+    chosen = f's.split()[0] for s in kinds.split("\\n") if s.endswith(" {asked}")'
+    return f'kinds = """\n{lines}\n"""\nFINAL([{chosen}])'
 
 
 def oracle(task, node):

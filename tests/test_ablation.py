@@ -148,6 +148,7 @@ def test_the_committed_tables_say_what_the_committed_runs_say(name):
         assert ablation.mean([r["heldout_final"] for r in row["runs"]]) == row["mean"]
 
 
+@pytest.mark.slow
 def test_the_share_of_a_degenerate_policy_is_counted_and_printed(
         short_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "demonstrate", tasks.demonstrate)  # both are put back

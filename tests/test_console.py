@@ -35,7 +35,7 @@ def test_a_program_whose_reader_leaves_ends_quietly(line):
 @pytest.mark.parametrize("line, names", [
     ("repl.py --typo", "--typo"), ("rlm.py --typo question", "--typo"),
     ("train.py --typo", "--typo"), ("eval.py --typo", "--typo"),
-    ("eval.py --n many", "--n"), ("rlm.py", "required: question (")])
+    ("eval.py --n many", "--n"), ("rlm.py", "a question is needed (")])
 def test_a_wrong_flag_gets_one_line_that_names_it_and_where_to_find_help(line, names):
     done = run(*line.split())
     assert done.returncode == 2 and not done.stdout

@@ -165,14 +165,15 @@ def test_a_judge_scores_in_evaluation_and_a_resumed_one_has_the_same_model(
 
 
 DOWN = """
-import itertools, os
+import collections, itertools, os
 from tree import Unscored
-values = itertools.cycle([0.0, 0.8])  # half of the answers are worth nothing
+# Half of the answers to each question are worth nothing.
+values = collections.defaultdict(lambda: itertools.cycle([0.0, 0.8]))
 
 def score(task, answer):
     if os.path.exists("down"):
         raise Unscored("the judge is gone")
-    return next(values)
+    return next(values[task.id])
 """
 
 
@@ -197,6 +198,7 @@ def test_a_run_whose_judge_is_gone_keeps_all_its_steps(monkeypatch, tmp_path):
     assert steps == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_find_the_same_judge_elsewhere(monkeypatch, tmp_path):
     where = "judge:model={},url=http://localhost:{}/v1"
     flags = [*SHORT, "--out", tmp_path / "a", "--steps", "0", "--heldout", "1", "--reward"]

@@ -320,6 +320,7 @@ def test_a_disk_without_room_leaves_the_checkpoints_that_there_are(saved, monkey
     assert not (saved.parent / "other").exists()
 
 
+@pytest.mark.slow
 def test_torch_is_not_heard_when_one_process_saves_and_resumes(tmp_path):
     """Each in a process of its own, as torch warns once per process."""
     code = ("import sys, torch\nfrom runtime import checkpoint\n"

@@ -75,6 +75,7 @@ def test_a_missing_package_is_noticed_before_a_directory_is_emptied(
     assert (tmp_path / "best").exists()
 
 
+@pytest.mark.slow
 def test_every_row_of_a_run_is_sent(monkeypatch, tmp_path, capsys):
     sent = []
     stand_in(monkeypatch, sent.append)

@@ -181,6 +181,7 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
     assert torch.cosine_similarity(exact, half, 0) > 0.9
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
     trainer = make_trainer(monkeypatch, tmp_path / "w", "--model", short_run / "init",
                            "--warmup-steps", 1, "--heldout", 1)
@@ -587,7 +588,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert "needs" in message and "the device has 10 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
-    assert table.count("\n") == 13 and "a model made from nothing" in table
+    assert table.count("\n") == 14 and "a model made from nothing" in table
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
     planned = capsys.readouterr().out  # a run starts with what --plan prints
     assert planned.splitlines()[:12] == table.splitlines()[:12]
