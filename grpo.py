@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from runtime.flags import check, flag
-from runtime.prefixes import by_prefix
+from runtime.prefixes import WORTH_SHARING, by_prefix
 from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
@@ -50,7 +50,6 @@ EPSILON = 1e-2  # added to the deviation, so that nearly equal rewards count lit
 # From the second update of a batch on, ratios are clipped to 1 - CLIP_LOW, 1 + CLIP_HIGH.
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # DAPO's clip-higher; GRPO has 0.2 on both sides
 TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
-WORTH_SHARING = 0.02  # rows stay together if they share this much of their tokens
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,8 @@ class Sampler:
             while self.waiting or self.running:
                 with torch.inference_mode(), suited_to(self.parameters):
                     self._step()
+                if not (self.waiting or self.running):
+                    return  # done at once, so that another event loop may ask next
                 await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine
             lost = self.waiting + self.running

@@ -310,6 +310,7 @@ class Trainer:
         if self.world.rank == 0:
             run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
+        self.world.gather(None)  # rank 0 has written all: where one ends, torchrun ends all
         if run.state["skipped"] == run.state["step"] > 0:
             raise parallel.Agreed(NOTHING_LEARNT)
 

@@ -72,8 +72,9 @@ def main() -> None:
         context = task.context if args.demo else read_context(args.files)
         if not rlm.as_text(context).strip():
             raise ValueError("the context is empty")
-        if args.html and not os.path.isdir(os.path.dirname(args.html) or "."):
-            raise ValueError(f"--html {args.html}: there is no such folder")
+        folder = os.path.dirname(args.html or "") or "."
+        if args.html and (os.path.isdir(args.html) or not os.path.isdir(folder)):
+            raise ValueError(f"--html {args.html}: no such folder, or it is one")
         if args.api:
             asked = rlm.RLM.from_api(
                 args.api, args.api_model, args.temperature, args.sandbox)
@@ -82,12 +83,6 @@ def main() -> None:
         if args.stream:
             asked.policy = streamed(asked.policy)
         answer = asked.completion(args.question, context)
-        if args.html:
-            task = Task("question", "question", args.question, context)
-            tree = Rollout(task, "", asked.trace, 0.0)
-            write_text(args.html, report.page(
-                "One question", {"question": args.question}, [], [("the tree", tree)],
-                asked.tokenizer))
     except BrokenPipeError:  # nobody reads the turns: see runtime/console.py
         raise
     except (OSError, ValueError, RuntimeError, api.Stop, api.APIError) as error:
@@ -96,17 +91,36 @@ def main() -> None:
         sys.exit("rlm.py: interrupted")
     if args.trace:
         print(render(asked.trace) + "\n")
+    problem = None
     if args.demo:
-        print(LOOK.format(answer=printable(str(answer)), gold=task.answer,
-                          score=tasks.reward(task, answer)))
-        return
-    end = asked.trace.end
+        score = tasks.reward(task, answer)
+        print(LOOK.format(answer=printable(str(answer)), gold=task.answer, score=score))
+    else:
+        task, score = Task("question", "question", args.question, context), 0.0
+        problem = say(answer, asked.trace.end)
+    if args.html:
+        write_page(args.html, Rollout(task, "", asked.trace, score), asked.tokenizer)
+    if problem:
+        sys.exit(problem)
+
+
+def write_page(path: str, tree: Rollout, tokenizer) -> None:
+    try:
+        write_text(path, report.page("One question", {"question": tree.task.query}, [],
+                                     [("the tree", tree)], tokenizer))
+    except OSError as error:
+        sys.exit(f"rlm.py: --html: {error}")
+
+
+def say(answer: Any, end: str) -> str | None:
+    """Print the answer. Without one, returns what to exit with."""
     if end in rlm.ENDS and answer is None:
-        sys.exit(f"rlm.py: no answer: {rlm.ENDS[end]}")
+        return f"rlm.py: no answer: {rlm.ENDS[end]}"
     if end in rlm.ENDS:
         print(f"rlm.py: no FINAL ({rlm.ENDS[end]}); the variable `answer` held:",
               file=sys.stderr)
     print(printable(answer if isinstance(answer, str) else json.dumps(answer, indent=1)))
+    return None
 
 
 def streamed(policy):

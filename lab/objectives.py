@@ -87,7 +87,8 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     returns = {}
     for rollout in rollouts:
         for node in rollout.root.walk():
-            below = [child.score for child in node.children if child.score is not None]
+            below = [net(child.score, child, config) for child in node.children
+                     if child.score is not None]
             bonus = LAMBDA * statistics.fmean(below) if below else 0.0
             if node is rollout.root:
                 returns[node] = rollout.reward + bonus

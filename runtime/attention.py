@@ -86,9 +86,12 @@ class PackedRows:
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
         self.starts = [starts_of(tensor(list(n))) for n in (self.new, self.all)]
-        # A mask is made for rows that share: SDPA takes its last query for the n-th key.
-        self.masks = [None if n == all else tensor(lower_right(n, all))
-                      for n, all in counts]
+        self.flash = varlen_attn is not None and torch.device(device).type == "cuda"
+        # SDPA takes its last query for the n-th key. So rows that share need a mask.
+        self.masks = [None] * len(counts)
+        if not self.flash:
+            self.masks = [None if n == all else lower_right(n, all, device)
+                          for n, all in counts]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each row. Flash attention computes all rows in one call
@@ -96,7 +99,7 @@ class PackedRows:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
             k, v = Gather.apply(k, self.keys), Gather.apply(v, self.keys)  # S K E
-        if varlen_attn and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if self.flash and q.dtype in (torch.bfloat16, torch.float16):
             out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
                               window_size=(-1, 0), enable_gqa=True)  # C H E
             return out.transpose(0, 1)[None]  # 1 H C E
@@ -104,10 +107,16 @@ class PackedRows:
         return torch.cat([causal(*part) for part in parts], 2)  # 1 H C E
 
 
-def lower_right(n: int, all: int) -> np.ndarray:
-    """(n, all) float32, to add to the scores of a row's last n tokens: 0, or -inf for
-    keys that come later."""
-    return np.where(np.tri(n, all, all - n, bool), np.float32(0), np.float32(-np.inf))
+def lower_right(n: int, all: int, device) -> Tensor:
+    """The mask of a row's last n tokens, each of which sees those up to itself of all. On a
+    GPU it is only a mark for flash attention. On a CPU it is (n, all) float32, made once
+    for all layers."""
+    if torch.device(device).type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # takes a second to load
+
+        return causal_lower_right(n, all)
+    seen = torch.ones(n, all, dtype=torch.bool).tril(all - n)
+    return torch.zeros(n, all).masked_fill_(~seen, -torch.inf)
 
 
 class Gather(torch.autograd.Function):
@@ -281,8 +290,9 @@ class GatheredRows:
         """The requests that decode, in the order of their rows, which have their keys and
         values; and the others."""
         ones = [pair for pair in step if pair[1] == 1]
-        most = self.most // max(1, len(ones))
-        decoding = self._place([pair for pair in ones if pair[0].computed < most])
+        ones.sort(key=lambda pair: pair[0].computed)  # as many as fit, the shortest first
+        decoding = self._place([pair for count, pair in enumerate(ones, 1)
+                                if count * (pair[0].computed + 1) <= self.most])
         if decoding:
             self._grow(len(decoding), max(request.computed + 1 for request, _ in decoding))
         for row, (request, _) in enumerate(decoding):
@@ -306,23 +316,19 @@ class GatheredRows:
 
     def _grow(self, count: int, length: int) -> None:
         """Make room for `count` rows of `length` tokens, and for more, to copy rarely."""
-        old, B, T = self.rows, self.rows.shape[2], self.rows.shape[4]
+        L, _, B, K, T, E = self.rows.shape
         if count <= B and length <= T:
             return
         if count > B:
             B = max(count, 2 * B)
         if length > T:
             T = min(max(length, T * 3 // 2, 128), self.window)
-        fits = B * T <= self.most
-        if not fits:  # all are gathered again, in rows as long as the pool allows
-            B, T = count, min(T, self.most // count)
-        L, _, _, K, _, E = old.shape
-        self.rows = old.new_zeros(L, 2, B, K, T, E)
-        if fits:
-            self.rows[:, :, :old.shape[2], :, :old.shape[4]] = old
-            self.held += [(None, 0)] * (B - len(self.held))
-        else:
-            self.held = [(None, 0)] * B
+        if B * T > self.most:
+            T = max(length, min(T, self.most // count))
+            B = max(count, min(B, self.most // T))
+        self.rows = None  # before the new ones are made; all are gathered again
+        self.rows = self.pool.new_zeros(L, 2, B, K, T, E)
+        self.held = [(None, 0)] * B
 
     def _table(self, request, length: int) -> list[int]:
         return [page.index for page in request.pages[:-(-length // self.pool.shape[3])]]

@@ -19,7 +19,8 @@ def start(main: Callable[[], int | None]) -> None:
     more, as behind `| head`, the program ends quietly."""
     codecs.register_error("plain", plain)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="plain")
+        if stream is not None:  # None: it was closed
+            stream.reconfigure(errors="plain")
     try:
         try:
             status = main()

@@ -168,14 +168,15 @@ def test_a_price_is_taken_off_the_reward_that_the_objective_sees():
     assert grpo.advantages(priced(trees, config), config)[:3] == pytest.approx(
         [0.5 / 3, -1 / 3, 0.5 / 3])
 
-    # RAO: R of the roots is -0.1 + 0.2, -0.6 + 0.2, -0.1. The first child, with 2 tokens
-    # and 3 below it, has 1 - 0.5; the second 0 - 0.2.
+    # RAO: the first child, with 2 tokens and 3 below it, has 1 - 0.5, the second 0 - 0.2,
+    # and that of the second tree 0.5 - 0.2. R of the roots is -0.1 + 0.4 * 0.15,
+    # -0.6 + 0.4 * 0.3, -0.1; the baseline of the first is -0.29.
     config = GRPOConfig(objective="rao", cost=100.0)
     credit = objectives.rao(priced(trees, config), config)
     first, second = trees[0].root.children
-    assert credit[trees[0].root].advantages[0] == pytest.approx(0.1 + 0.25)
-    assert credit[first].advantages[0] == pytest.approx(0.5 + 0.25)
-    assert credit[second].advantages[0] == pytest.approx(-0.2 + 0.25)
+    assert credit[trees[0].root].advantages[0] == pytest.approx(-0.04 + 0.29)
+    assert credit[first].advantages[0] == pytest.approx(0.5 + 0.29)
+    assert credit[second].advantages[0] == pytest.approx(-0.2 + 0.29)
 
 
 def test_rejection_sampling_learns_from_what_scored_enough_and_from_nothing_else():

@@ -1247,3 +1247,11 @@ def test_the_demo_shows_a_tree_with_its_gold_and_its_score():
 def test_the_demo_asks_nothing_else():
     done = command("--demo", "What?")
     assert done.returncode == 2 and "of its own" in done.stderr.splitlines()[-1]
+
+
+def test_the_demo_writes_its_page_after_its_answer(tmp_path):
+    page = tmp_path / "tree.html"
+    done = command("--demo", "--html", page)
+    assert done.returncode == 0 and "score:" in done.stdout
+    assert "Sort the notes" in page.read_text()
+    assert "no such folder, or it is one" in command("--demo", "--html", tmp_path).stderr
