@@ -123,7 +123,7 @@ def words_on(text: str) -> list[str]:
 # its words: that pays 0.13 without reading, more than a policy that reads badly gets, and a
 # pretrained model that had seen it ended there (docs/results.md).
 ROOT_SCRIPTS = {"all": 0.4, "one": 0.25, "some": 0.2, "forget": 0.15}
-CHILD_SCRIPTS = {"read": 0.6, "first": 0.2, "none": 0.2}
+CHILD_SCRIPTS = {"read": 0.75, "first": 0.15, "none": 0.1}
 
 
 def demonstrate(task, node, rng):
