@@ -38,7 +38,6 @@ if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second t
         if "block_table" not in inspect.signature(varlen_attn).parameters:
             varlen_attn = None  # before torch 2.12
 
-
 FEW_SCORES = 1 << 18  # of a row; below, a CPU is faster in float32 (measured)
 SLICE = 16  # decoding rows in one call of SDPA
 HEAD_PART = 1024  # rows of the output matrix in one product

@@ -18,9 +18,11 @@ def start(main: Callable[[], int | None]) -> None:
     Characters that the output's encoding lacks become ASCII. If nobody reads the output any
     more, as behind `| head`, the program ends quietly."""
     codecs.register_error("plain", plain)
+    # A stream is None if the program was started with it closed.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None: it was closed
-            stream.reconfigure(errors="plain")
+        stream.reconfigure(errors="plain")
     try:
         try:
             status = main()

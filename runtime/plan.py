@@ -112,7 +112,8 @@ class Plan:
     def gathers(self) -> bool:
         """Whether the cache is there twice, for want of a kernel that reads its pages. The
         GPUs of another machine are taken to have it."""
-        return self.device == "cpu" or self.device == DEVICE and varlen_attn is None
+        here = self.device == DEVICE
+        return self.device == "cpu" or (here and varlen_attn is None)
 
     @property
     def casts(self) -> bool:
@@ -175,8 +176,8 @@ class Plan:
 
     @property
     def seen_cost(self) -> float:
-        """What a token costs that a row sees and another has computed, its keys and values,
-        as a share of one that is computed."""
+        """What a row costs for each token that another row has computed: it keeps a copy of
+        the token's keys and values. As a share of what a computed token keeps."""
         _, _, K, _ = self.widths
         size = 4 if self.device == "cpu" else self.element
         return 2 * K * size / self.kept_bytes
@@ -271,7 +272,6 @@ class Plan:
             line("cache tokens", [f"{count:,}" for count in tokens]),
             f"the device has {self.have / unit:,.2f} {name}",
         ])
-
 
     def remarks(self) -> str:
         remark = ", layers computed again" if self.recompute else ""

@@ -32,6 +32,13 @@ def test_a_program_whose_reader_leaves_ends_quietly(line):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_program_that_is_started_without_an_output_ends_well():
+    line = f"{sys.executable} -c 'from runtime import console; console.start(lambda: None)'"
+    done = subprocess.run(["sh", "-c", f"{line} >&-"], cwd=ROOT, text=True,
+                          stderr=subprocess.PIPE, env=USUAL, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("line, names", [
     ("repl.py --typo", "--typo"), ("rlm.py --typo question", "--typo"),
     ("train.py --typo", "--typo"), ("eval.py --typo", "--typo"),
