@@ -119,7 +119,8 @@ def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling: supervised learning on the trees that scored at least KEEP.
 
     ReST (2308.08998), RFT (2308.01825): the advantage is 1 for these trees, 0 for all
-    others. There is no baseline. Reads credit, children, length; refuses std off."""
+    others. There is no baseline. With --cost the score is what is left after the price.
+    Reads credit, children, length; refuses std off."""
     _require(config, std=("on",))
     kept = [float(rollout.reward >= KEEP) for rollout in rollouts]
     return inherit(rollouts, kept, config)

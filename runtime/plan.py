@@ -203,6 +203,8 @@ class Plan:
         adding = (3 if self.config.tie_word_embeddings else 1) * table
         if self.device == "cpu" and self.element != 4:  # there it is multiplied in float32
             head += vocabulary * D * 4
+        if self.device == "cpu":  # masks of rows that share a prefix, in float32
+            kept += self.row * self.window * 4
         return max(kept + head + table, kept + running + mlp + table, adding)
 
     def total(self, ranks: int = 1, all_weights: bool = False) -> int:

@@ -177,7 +177,8 @@ def score(task, answer):
 """
 
 
-def test_a_run_whose_judge_is_gone_keeps_all_its_steps(monkeypatch, tmp_path):
+def test_a_run_whose_judge_is_gone_keeps_all_its_steps(
+        short_run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "down.py").write_text(DOWN)
     steps, optimizer_step = [], train.Trainer.optimizer_step
@@ -190,7 +191,8 @@ def test_a_run_whose_judge_is_gone_keeps_all_its_steps(monkeypatch, tmp_path):
         return optimizer_step(trainer, *args)
 
     monkeypatch.setattr(train.Trainer, "optimizer_step", step)
-    flags = [*SHORT, "--out", tmp_path / "a", "--steps", "2", "--reward", "down.py"]
+    flags = [*SHORT, "--out", tmp_path / "a", "--steps", "2", "--reward", "down.py",
+             "--model", str(short_run / "init")]
     assert "the judge is gone" in train_with(train, monkeypatch, *flags)
     assert steps == [0]
     (tmp_path / "down").unlink()

@@ -410,12 +410,9 @@ def test_what_one_print_of_notes_tells():
 
 
 @pytest.fixture(scope="module")
-def tiny_notes(tmp_path_factory):
+def tiny_notes(short_run):
     """Tokenizer and limits of the tiny model that train.py makes for notes."""
-    import train
-
-    path = str(tmp_path_factory.mktemp("notes") / "init")
-    train.make_tiny(path, train.Config(), None)
+    path = short_run / "init"
     return Tokenizer.from_pretrained(path), RLMConfig.load(f"{path}/rlm.json")
 
 

@@ -235,9 +235,10 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
 
 
 def test_without_children_scripts_call_nobody_and_the_checkpoint_says_so(
-        tmp_path, monkeypatch):
+        short_run, tmp_path, monkeypatch):
     out = tmp_path / "alone"
-    assert FLAT in command(train, monkeypatch, *SHORT, "--method", "rlm0", "--out", out)
+    assert FLAT in command(train, monkeypatch, *SHORT, "--method", "rlm0", "--out", out,
+                           "--model", short_run / "init")
     saved = rlm.RLMConfig.load(str(out / "final" / "rlm.json"))
     assert saved.max_depth == 0 and saved.max_nodes == 1
     questions = [tasks.make("notes", random.Random(i)) for i in range(40)]
