@@ -9,6 +9,7 @@ tree of --trace. What ends without an answer goes to standard error, with a stat
 not 0. What a model wrote is printed with its control characters spelled out.
 """
 import json
+import math
 import os
 import random
 import sys
@@ -96,7 +97,7 @@ def main() -> None:
         score = tasks.reward(task, answer)
         print(LOOK.format(answer=printable(str(answer)), gold=task.answer, score=score))
     else:
-        task, score = Task("question", "question", args.question, context), 0.0
+        task, score = Task("question", "question", args.question, context), math.nan
         problem = say(answer, asked.trace.end)
     if args.html:
         write_page(args.html, Rollout(task, "", asked.trace, score), asked.tokenizer)
