@@ -264,8 +264,8 @@ class Trainer:
             trained = f"adapters of rank {config.lora_rank}"
         warmup = "no warm-up"
         if config.warmup_steps:
-            warmup = (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g} on "
-                      f"{config.warmup or 'scripts'}")
+            warmup = (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g} "
+                      f"on {config.warmup or 'scripts'}")
         return (f"{kind}, in {config.dtype}; {limits.style} prompts, a window of "
                 f"{limits.window:,} tokens, at most {limits.max_turns} turns of "
                 f"{limits.turn_tokens:,} tokens\n"

@@ -49,7 +49,8 @@ def page(title: str, settings: dict, rows: list[dict],
          notes: Sequence[str] = (), defaults: dict = {}, state: str = "") -> str:
     """The page as a text.
 
-    `state` says how far a run has come. `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
+    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl,
+    `state` says how far a run has come.
     `trees` are (label, rollout); labels that are equal before " #" can be shown together.
     `advantages` has those of nodes that were trained, `gaps` for each sampled token of a
     node its log-probability under the trainer minus that under the sampler. Settings that
@@ -98,7 +99,8 @@ def setting_list(settings: dict, defaults: dict) -> str:
 
 # The columns of numbers: the key in a row, the width in a terminal, digits after the point.
 COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 10, 0), ("out", 7, 0),
-           ("calls", 6, 1), ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1), ("dollars", 8, 4))
+           ("calls", 6, 1), ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1),
+           ("dollars", 8, 4))
 UNITS = {"in": " tok", "reused": " tok", "out": " tok", "p50": " s", "p95": " s"}
 TITLES = [name + UNITS.get(name, "") for name, _, _ in COLUMNS]
 HEAD = (f"{'task':11} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
