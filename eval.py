@@ -416,7 +416,7 @@ def main() -> None:
     except BrokenPipeError:  # nobody reads the output: see runtime/console.py
         raise
     except (OSError, ValueError, SamplerError, REPLError) as error:
-        sys.exit(f"eval.py: {error}")
+        sys.exit(f"eval.py: {console.line(error)}")
 
 
 if __name__ == "__main__":

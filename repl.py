@@ -172,7 +172,7 @@ class REPL:
                       on_query: Callable | None, problem: str) -> None:
         """Answer one query; with a `problem`, nobody is asked."""
         if on_query is None and not problem:
-            problem = "no model answers queries here"
+            problem = "no model is attached to this REPL, so nobody answers"
         if problem:
             answers = [f"Error: {problem}"] * len(prompts)
         else:

@@ -251,6 +251,8 @@ class _Tree:
             return None
         used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
         self.tokens_left += granted - used
+        if not completion.ids:
+            node.counted += used
         node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
         return completion
 

@@ -21,8 +21,10 @@ import gc
 import math
 import os
 import random
+import shlex
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 
@@ -49,7 +51,7 @@ from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.text import MOST
 from tokenizer import Tokenizer
-from tree import Node, Rollout, Unscored, read_rollouts, render
+from tree import Node, Rollout, Unscored, read_rollouts, render, write_rollouts
 
 
 AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
@@ -137,6 +139,7 @@ LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
+TIGHT = 0.75  # of the device's memory; a plan that needs more is printed
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike, in every group. If they "
@@ -146,7 +149,7 @@ NOTHING_LEARNT = (
 
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
-    world = World()
+    world, config = World(), Config()
     try:
         config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
         if config.plan:
@@ -165,7 +168,8 @@ def main() -> None:
         sys.exit(world.message(error))
     except KeyboardInterrupt as stopped:
         if world.rank == 0:
-            print("train.py: interrupted; continue with --resume", file=sys.stderr)
+            print(f"train.py: interrupted; continue with: {resuming(config, world)}",
+                  file=sys.stderr)
         sys.exit(128 + getattr(stopped, "number", 2))  # 2 is Ctrl-C
     finally:
         world.release()
@@ -227,10 +231,12 @@ class Trainer:
             start.state.setdefault("scale", first)
             all_weights = warms_up and not adapters
             least = least_window(source, self.rlm)
-            self.plan = plan.of_run(config, shape, self.rlm.window, have).fitted(
-                world.size, all_weights, least)
+            wanted = plan.of_run(config, shape, self.rlm.window, have)
+            self.plan = wanted.fitted(world.size, all_weights, least)
             self.rlm = replace(self.rlm, window=self.plan.window)
-            print(self.plan.table())
+            tight = self.plan.total(world.size, all_weights) > TIGHT * have
+            if tight or self.plan != wanted:
+                print(self.plan.table())
             print(self.opening())
             problem = (self.plan.problem(world.size, all_weights)
                        or checkpoint.no_room(config.out, self.plan.disk_bytes(
@@ -258,11 +264,15 @@ class Trainer:
             trained = f"adapters of rank {config.lora_rank}"
         warmup = "no warm-up"
         if config.warmup_steps:
-            warmup = (f"{config.warmup_steps} warm-up steps at {config.warmup_lr:g} on "
-                      f"{config.warmup or 'scripts'}")
-        return (f"{kind}: {warmup}; GRPO on {trained} at {config.lr:g}, in {config.dtype}; "
-                f"{limits.style} prompts, a window of {limits.window:,} tokens, at most "
-                f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens")
+            warmup = (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g} "
+                      f"on {config.warmup or 'scripts'}")
+        return (f"{kind}, in {config.dtype}; {limits.style} prompts, a window of "
+                f"{limits.window:,} tokens, at most {limits.max_turns} turns of "
+                f"{limits.turn_tokens:,} tokens\n"
+                f"first {warmup}; then GRPO, {config.steps} steps on {trained} at "
+                f"{config.lr:g}; then {len(self.heldout)} held-out questions\n"
+                f"{config.out} gets report.html, and at the end final/; Ctrl-C keeps what "
+                f"is done, and this continues: {resuming(config, self.world)}")
 
     def load(self, path: str, adapters: bool) -> None:
         """The weights of a directory, this rank's share of them, and a fresh optimizer."""
@@ -297,12 +307,11 @@ class Trainer:
         with run.stop:
             try:
                 self.learn()
-            except Stopped:
-                run.save_checkpoint()
-                raise
-            except (Unscored, handed_in.HandedInError):
+            except (Stopped, Unscored, handed_in.HandedInError):
                 if run.has_learnt():  # otherwise it would only be in the way
                     run.save_checkpoint()
+                    self.report()
+                    self.world.gather(None)  # where one rank ends, torchrun ends all
                 raise
         final = [tree for _, tree in self.measured]
         gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
@@ -341,10 +350,7 @@ class Trainer:
             return
         trees = self.teacher
         if trees is None:
-            questions = [tasks.playable(self.question("warmup", i),
-                                        random.Random(f"{config.seed} warmup {i}"))
-                         for i in range(config.warmup_trees)]
-            trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
+            trees = self.scripts()
         trees = [tree for tree in trees if not tree.failed]
         nodes = [node for tree in trees for node in tree.root.walk()
                  if node.sampled and len(node.ids) <= self.rlm.window]
@@ -388,6 +394,19 @@ class Trainer:
                 bar.write(f"warm-up {step + 1:4}/{steps} | loss {loss:.3f} | "
                           f"{run.elapsed():.0f} s", file=sys.stdout)
             run.maybe_save(every=1 if last else 100)
+
+    def scripts(self) -> list[Rollout]:
+        """The scripted trees. A resumed run reads those that it has run before."""
+        config, path = self.config, self.run.path("scripts.jsonl")
+        if os.path.exists(path):
+            return read_rollouts(path, tasks.Task)
+        questions = [tasks.playable(self.question("warmup", i),
+                                    random.Random(f"{config.seed} warmup {i}"))
+                     for i in range(config.warmup_trees)]
+        trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
+        if self.world.rank == 0:
+            write_rollouts(path, trees)
+        return trees
 
     def end_warm_up(self) -> None:
         """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
@@ -632,8 +651,14 @@ class Trainer:
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
         trees = [(f"step {self.run.state['step']} #{i}", tree)
                  for i, tree in enumerate(self.trees)]
+        phase, step = self.run.state["phase"], self.run.state["step"]
+        name, steps = "GRPO", self.config.steps
+        if phase == "warmup":
+            name, steps = "the warm-up", self.config.warmup_steps
         evaluation.write_report(
             self.run.path("report.html"), "Training run", asdict(self.config), rows,
+            state=f"Step {step} of {steps} of {name}, written on "
+                  f"{time.strftime('%Y-%m-%d at %H:%M:%S')}.",
             trees=trees + self.measured, tokenizer=self.tokenizer,
             metrics=self.run.metrics(), gaps=gaps, defaults=asdict(Config()),
             advantages={node: statistics.fmean(given.advantages)
@@ -669,6 +694,17 @@ def settle(config: Config) -> Config:
         elif given < 0:
             raise ValueError(f"{name} is {given}; it is {AS_SUITS}, or not below 0")
     return replace(config, **missing)
+
+
+def resuming(config: Config, world: World) -> str:
+    """The command that continues the run."""
+    program = "python"
+    if world.size > 1:
+        program = f"torchrun --nproc-per-node {world.local_size}"
+    out = ""
+    if config.out != Config.out:
+        out = f" --out {shlex.quote(config.out)}"
+    return f"{program} train.py --resume{out}"
 
 
 def least_window(source: str, limits: RLMConfig) -> int:
@@ -783,12 +819,14 @@ def plan_without_loading(config: Config, world: World) -> str:
     """What the run needs in memory, from config.json and rlm.json alone."""
     config = settle(config)
     check(config, world.size)
-    shape, limits = Qwen3Config(vocab_size=TINY_VOCABULARY, **TINY_MODEL), tiny_rlm(config)
-    if config.model:
-        shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
-        limits = rlm.load_config(config.model, shape.max_position_embeddings)
+    with tempfile.TemporaryDirectory() as folder:
+        # How many tokens a tiny model knows is found when its tokenizer is trained.
+        source = config.model or make_tiny(folder, config, read_questions(config)[0])
+        shape = Qwen3Config.read(os.path.join(source, "config.json"))
+        limits = rlm.load_config(source, shape.max_position_embeddings)
+        least = least_window(source, limits)
     of = plan.of_run(config, shape, limits.window, plan.memory(world))
-    fitted = of.fitted(world.size, False, least_window(config.model, limits))
+    fitted = of.fitted(world.size, False, least)
     return f"{fitted.table()}\n\n{of.what_fits()}"
 
 

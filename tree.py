@@ -88,6 +88,7 @@ class Node:
     # the objective asks for it.
     score: float | None = None
 
+    counted: int = 0  # sampled tokens of turns without ids, where a server counted them
     repl_seconds: float = 0.0  # of its code by the REPL's clock, without its children
 
     def add(self, turn: Turn) -> None:
@@ -216,8 +217,10 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
         bar = "│  " * node.depth
         name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
         plural = "s" if node.written != 1 else ""
-        size = f"({node.written} turn{plural}, {node.sampled} sampled tokens)"
-        lines.append(f"{bar}┌ {name}  {size}")
+        size = f"{node.written} turn{plural}"
+        if node.sampled or node.counted:
+            size += f", {node.sampled + node.counted} sampled tokens"
+        lines.append(f"{bar}┌ {name}  ({size})")
 
         for turn in node.turns:
             if turn.role == "system":

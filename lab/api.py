@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -153,6 +154,7 @@ class API:
         self.opener = request.build_opener(AnyStatus)
         self.url, self.model, self.account = url, model, account
         self.temperature, self.timeout, self.price = temperature, timeout, price
+        self.told = False  # that the server is silent
         self.answered = False  # has any request of this run come through?
         self.served = False  # and been answered with a completion?
         self.limit_field = "max_tokens"
@@ -211,6 +213,9 @@ class API:
             if attempt:
                 if self.account.closing:
                     break
+                if not (self.answered or self.told):  # a dead server takes a while
+                    self.told = True
+                    print(f"no answer from {self.url}, asking again", file=sys.stderr)
                 self.account.retries += 1
                 await asyncio.sleep(min(LONGEST_WAIT, max(wait, asked)))
             asked = 0.0
@@ -237,8 +242,10 @@ class API:
 
             problem = f"status {status} ({self.complaint(raw)})"
             if status in (401, 402) or status == 403 and not self.served:
-                verb = "refuses the" if self.key else "wants a"
-                raise Stop(f"{self.url} {verb} key in OPENAI_API_KEY: {problem}")
+                says = "wants a key, and OPENAI_API_KEY is not set"
+                if self.key:
+                    says = "refuses the key in OPENAI_API_KEY"
+                raise Stop(f"{self.url} {says}: {problem}")
             if status == 404 or 300 <= status < 400:
                 raise Stop(f"{self.url} has no model {self.model!r} there: {problem}")
             if status == 400 and b"max_completion_tokens" in raw and "max_tokens" in body:

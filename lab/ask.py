@@ -9,6 +9,7 @@ tree of --trace. What ends without an answer goes to standard error, with a stat
 not 0. What a model wrote is printed with its control characters spelled out.
 """
 import json
+import math
 import os
 import random
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import rlm
 import tasks
 from lab import api, report
-from runtime import flags
+from runtime import console, flags
 from runtime.files import write_text
 from runtime.repl_server import REPOSITORY
 from tasks import Task
@@ -66,6 +67,10 @@ def main() -> None:
         parser.error("a question is needed")
     if not (args.model or args.api):
         parser.error("--model DIR is needed, or --api URL with --api-model NAME")
+    if args.api and (args.model or args.seed):
+        parser.error("--api asks a server: it goes with neither --model nor --seed")
+    if not (args.files or args.demo) and os.path.isfile(args.question):
+        parser.error(f"a question is needed before the file {args.question}")
     try:
         if not args.question.strip():
             raise ValueError("the question is empty")
@@ -86,7 +91,7 @@ def main() -> None:
     except BrokenPipeError:  # nobody reads the turns: see runtime/console.py
         raise
     except (OSError, ValueError, RuntimeError, api.Stop, api.APIError) as error:
-        sys.exit(f"rlm.py: {error}")
+        sys.exit(f"rlm.py: {console.line(error)}")
     except KeyboardInterrupt:
         sys.exit("rlm.py: interrupted")
     if args.trace:
@@ -96,10 +101,12 @@ def main() -> None:
         score = tasks.reward(task, answer)
         print(LOOK.format(answer=printable(str(answer)), gold=task.answer, score=score))
     else:
-        task, score = Task("question", "question", args.question, context), 0.0
+        task, score = Task("question", "question", args.question, context), math.nan
         problem = say(answer, asked.trace.end)
     if args.html:
         write_page(args.html, Rollout(task, "", asked.trace, score), asked.tokenizer)
+    if problem and not (args.trace or args.stream):
+        problem += " (--trace shows the turns)"
     if problem:
         sys.exit(problem)
 
@@ -146,6 +153,8 @@ def streamed(policy):
 
 def read_context(files: list[str]) -> Any:
     """One file: its text. Several files: {name: text}. None: standard input."""
+    if not files and sys.stdin.isatty():
+        print("rlm.py: no file is named: type the context; Ctrl-D ends it", file=sys.stderr)
     if not files:
         return sys.stdin.buffer.read().decode("utf-8", "replace")  # as files are read
     texts = {}

@@ -209,7 +209,7 @@ def tree(root: Node, advantages: dict[Node, float] = {}, largest: float = 0.0,
 def sampled(node: Node) -> int:
     """Tokens; four characters count as one where a server told no tokens."""
     written = sum(len(turn.text) for turn in node.turns if turn.role == "assistant")
-    return node.sampled or written // 4
+    return node.sampled or node.counted or written // 4
 
 
 def answered(node: Node) -> bool:

@@ -46,15 +46,17 @@ def page(title: str, settings: dict, rows: list[dict],
          trees: Sequence[tuple[str, Rollout]] = (), tokenizer=None,
          metrics: Sequence[dict] = (), advantages: dict[Node, float] = {},
          gaps: dict[Node, list[float]] = {}, differences: Sequence[dict] = (),
-         notes: Sequence[str] = (), defaults: dict = {}) -> str:
+         notes: Sequence[str] = (), defaults: dict = {}, state: str = "") -> str:
     """The page as a text.
 
-    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
+    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl,
+    `state` says how far a run has come.
     `trees` are (label, rollout); labels that are equal before " #" can be shown together.
     `advantages` has those of nodes that were trained, `gaps` for each sampled token of a
     node its log-probability under the trainer minus that under the sampler. Settings that
     are as in `defaults` are folded."""
-    parts = [f"<h1>{escape(title)}</h1>", setting_list(settings, defaults)]
+    parts = [f"<h1>{escape(title)}</h1><p>{escape(state)}</p>",
+             setting_list(settings, defaults)]
     if rows:
         parts.append(score_table(rows))
     if notes:
@@ -96,11 +98,14 @@ def setting_list(settings: dict, defaults: dict) -> str:
 # Tables
 
 # The columns of numbers: the key in a row, the width in a terminal, digits after the point.
-COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 7, 0), ("out", 6, 0), ("calls", 6, 1),
-           ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1), ("dollars", 8, 4))
+COLUMNS = (("failed", 6, 0), ("in", 7, 0), ("reused", 10, 0), ("out", 7, 0),
+           ("calls", 6, 1), ("depth", 5, 1), ("p50", 6, 1), ("p95", 6, 1),
+           ("dollars", 8, 4))
+UNITS = {"in": " tok", "reused": " tok", "out": " tok", "p50": " s", "p95": " s"}
+TITLES = [name + UNITS.get(name, "") for name, _, _ in COLUMNS]
 HEAD = (f"{'task':11} {'method':10} {'length':>9} {'n':>4} {'score':>5}  "
         f"{'95 % interval':14} "
-        + " ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
+        + " ".join(f"{title:>{column[1]}}" for title, column in zip(TITLES, COLUMNS)))
 
 
 def table_line(row: dict) -> str:
@@ -114,17 +119,19 @@ def table_line(row: dict) -> str:
 
 def score_table(rows: list[dict]) -> str:
     head = ["task", "method", "length", "n", "score", "interval", "unanswered", "seen",
-            *(name for name, _, _ in COLUMNS)]
+            *TITLES]
     lines = [[r["task"], r["method"], number(r["length"]), number(r["n"]),
               number(r["score"], 3), interval(r), number(r["unanswered"]),
               number(r["seen"], 3),
               *(number(r[name], digits) for name, _, digits in COLUMNS)] for r in rows]
     return html_table("Scores", head, lines) + (
-        "<p class=muted>Length in tokens; 95 % bootstrap interval of the mean score; "
+        "<p class=muted>Length in characters / 4; 95 % interval of the mean score, by "
+        "Wilson where all scores are 0 or 1, else by a bootstrap; "
         "unanswered: trees that ended without an answer; seen: share of the context that "
-        "was shown; failed: lost by the machine or the server and not scored; then tokens, "
-        "calls and depth per question, seconds from start to answer, and dollars per "
-        "question where the price is known.</p>")
+        "was shown; failed: lost by the machine or the server and not scored. Then, per "
+        "question: tokens in, those of them that came from a cache, tokens out, "
+        "calls, depth, seconds of its own (median and 95th percentile), and dollars where "
+        "the price is known.</p>")
 
 
 def difference_table(differences: Sequence[dict]) -> str:
@@ -277,23 +284,26 @@ def finite(value: Any) -> bool:
 
 def pack(trees: Sequence[tuple[str, Rollout]], tokenizer=None,
          advantages: dict[Node, float] = {}, gaps: dict[Node, list[float]] = {}) -> str:
-    """JSON lines, deflated, in base64: one line per tree, until they fill MOST_BYTES, and
-    a last one: which tree to open, and how many are left out."""
+    """JSON lines, deflated, in base64: one line per tree, at least one, as many as
+    MOST_BYTES hold. The last line says which tree to open, and how many are left out."""
     deflate = zlib.compressobj()
     parts, size, count = [], 0, 0
 
-    def squeezed(row: dict) -> bytes:
+    def squeezed(row: dict, deflate) -> bytes:
         line = json.dumps(row, separators=(",", ":")) + "\n"
         return deflate.compress(line.encode()) + deflate.flush(zlib.Z_SYNC_FLUSH)
 
     for row in packed(trees, tokenizer, advantages, gaps):
-        parts.append(squeezed(row))
-        count += 1
-        size += len(parts[-1])
-        if size > MOST_BYTES:
+        before = deflate.copy()
+        part = squeezed(row, deflate)
+        size += len(part)
+        if count and size > MOST_BYTES:
+            deflate = before
             break
-    first = opening(trees[:count])
-    parts.append(squeezed({"first": first, "left_out": len(trees) - count}))
+        parts.append(part)
+        count += 1
+    last = {"first": opening(trees[:count]), "left_out": len(trees) - count}
+    parts.append(squeezed(last, deflate))
     return base64.b64encode(b"".join(parts) + deflate.flush()).decode()
 
 
@@ -348,9 +358,12 @@ def packed(trees: Sequence[tuple[str, Rollout]], tokenizer, advantages: dict[Nod
         at = {node: i for i, node in enumerate(rollout.root.walk())}
         task = rollout.task if isinstance(rollout.task, dict) else vars(rollout.task)
         answer, gold = marked(rollout.root.answer, task.get("answer"))
+        if task.get("answer") is None:
+            gold = None
         tree = {
-            "name": label, "group": rollout.group, "query": task.get("query", ""),
-            "reward": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
+            "name": label, "group": rollout.group, "query": cut(task.get("query", "")),
+            "reward": rollout.reward if finite(rollout.reward) else None,
+            "failed": cut(rollout.failed), "end": rollout.root.end,
             "depth": max(node.depth for node in at),
             "sampled": sum(drawings.sampled(node) for node in at),
             "errors": sum(len(node.errors) for node in at), "answer": answer, "gold": gold,
@@ -394,30 +407,64 @@ def marked(answer: Any, gold: Any) -> tuple[list, list]:
     """Both as [text, is it a hit?] in a row.
 
     A value of one is a hit where the other has the same value, under the same key if both
-    are dicts. If a value is a part of one of the other side, this part is. Case and white
-    space do not count. Texts that are too long, and those without a hit, are left plain."""
+    are dicts. If a value is a part of one of the other side, this part is; one of less than
+    three characters has to be all of it. Case and white space do not count. Texts that are
+    too long, and those without a hit, are left plain."""
     plain = [[cut(as_text(answer)), 0]], [[cut(as_text(gold)), 0]]
     whole = isinstance(gold, list) and any(isinstance(part, list) for part in gold)
     mine, theirs = leaves(answer, whole=whole), leaves(gold, whole=whole)
-    size = sum(len(text) for _, text in mine + theirs)
-    if size > MOST_TEXT or len(mine) * len(theirs) > MOST_TEXT:
+    if sum(len(text) + 1 for _, text in mine + theirs) > MOST_TEXT:
         return plain
-    spans = {}  # (side, number of the leaf) -> its hits, as (begin, end)
-    for i, (key, a) in enumerate(mine):
-        for j, (other, b) in enumerate(theirs):
-            if key and other and key != other:
-                continue
-            for text, part, whole_of, part_of in (
-                    (a, b, (1, j), (0, i)), (b, a, (0, i), (1, j))):
-                if hits := found(part, text):
-                    spans.setdefault(part_of, []).extend(hits)
-                    spans.setdefault(whole_of, []).append((0, len(part)))
-    if not any(spans.values()):
+    letters: dict[str, str] = {}
+    spans = [[[] for _ in mine], [[] for _ in theirs]]  # the hits in each leaf
+    coded = spelled(mine, letters), spelled(theirs, letters)
+    mark(mine, coded[0], theirs, coded[1], *spans)
+    mark(theirs, coded[1], mine, coded[0], *reversed(spans))
+    if not any(map(any, spans)):
         return plain
-    sides = [[part for i, leaf in enumerate(side)
-              for part in leaf_parts(*leaf, spans.get((which, i), []))]
-             for which, side in enumerate((mine, theirs))]
+    sides = [[part for leaf, hits in zip(side, found) for part in leaf_parts(*leaf, hits)]
+             for side, found in zip((mine, theirs), spans)]
     return sides[0], sides[1]
+
+
+def spelled(side: list[tuple[str, str]], letters: dict[str, str]) -> list[tuple[str, list]]:
+    """Each leaf as a text of one letter per word or sign, and where these stand in it. So
+    str.find, which is fast, finds whole words."""
+    coded = []
+    for _, text in side:
+        words = list(re.finditer(r"\w+|[^\w\s]", text))
+        word = "".join(letters.setdefault(match[0].casefold(), chr(len(letters) + 1))
+                       for match in words)
+        coded.append((word, [match.span() for match in words]))
+    return coded
+
+
+def mark(side: list, coded: list, others: list, needles: list, spans: list,
+         of_others: list) -> None:
+    """Add to `spans` where leaves of the other side stand in those of this side, and to
+    `of_others` all of each leaf that does. Leaves that are alike are looked for once."""
+    text = "".join(word + "\0" for word, _ in coded)
+    places = [(i, begin, end) for i, (_, at) in enumerate(coded)
+              for begin, end in [*at, (0, 0)]]
+    alike: dict[str, list[int]] = {}
+    for j, (word, _) in enumerate(needles):
+        alike.setdefault(word, []).append(j)
+    alike.pop("", None)
+    for word, owners in alike.items():
+        keys, reached = {others[j][0] for j in owners}, set()
+        short = len(others[owners[0]][1]) < 3
+        last = -len(word)
+        while (last := text.find(word, last + len(word))) >= 0:
+            i, begin, _ = places[last]
+            key = side[i][0]
+            fits = not key or "" in keys or key in keys
+            if fits and not (short and word != coded[i][0]):
+                spans[i].append((begin, places[last + len(word) - 1][2]))
+                reached.add(key)
+        for j in owners:
+            key = others[j][0]
+            if reached and (not key or "" in reached or key in reached):
+                of_others[j].append((0, len(others[j][1])))
 
 
 def leaves(value: Any, key: str = "", whole: bool = False) -> list[tuple[str, str]]:
@@ -434,17 +481,6 @@ def leaves(value: Any, key: str = "", whole: bool = False) -> list[tuple[str, st
             return [leaf for part in value for leaf in leaves(part, key, whole)]
         return [(key, json.dumps(value))]
     return [(key, as_text(value))]
-
-
-def found(needle: str, text: str) -> list[tuple[int, int]]:
-    """Where the words of `needle` stand in the text; a short one has to be all of it."""
-    words, among = needle.casefold().split(), text.casefold().split()
-    if words == among:
-        return [(0, len(text))] if words else []
-    if len(needle) < 3 or " ".join(words) not in " ".join(among):
-        return []
-    pattern = r"(?<!\w)" + r"\s+".join(map(re.escape, words)) + r"(?!\w)"
-    return [match.span() for match in re.finditer(pattern, text, re.IGNORECASE)]
 
 
 def leaf_parts(key: str, text: str, spans: list[tuple[int, int]]) -> list:

@@ -8,9 +8,11 @@ import asyncio
 import atexit
 import codeop
 import contextlib
+import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ del _stoppable
 """
 
 
+NAMES = "print(*globals(), *dir(__builtins__), *__import__('keyword').kwlist)"
+
+
 def main() -> int:
     parser = flags.parser("Sit in the REPL that the model sits in.")
     add = parser.add_argument
@@ -51,6 +56,8 @@ def main() -> int:
     add("--sandbox", choices=("require", "auto", "off"), default="auto",
         help="namespaces around it (default auto: where possible)")
     args = parser.parse_args()
+    if not 0 < args.seconds < math.inf:
+        parser.error(f"--seconds is {args.seconds:g}; it has to be a number above 0")
 
     try:
         texts = {name: Path(name).read_text("utf-8", "replace") for name in args.file}
@@ -92,7 +99,7 @@ def banner(context: Any, kind: str) -> str:
 
 def converse(runner: asyncio.Runner, repl: REPL) -> int:
     """Blocks from the keyboard, until one ends the REPL. Returns the exit status."""
-    remember()
+    remember(lambda: runner.run(repl.execute(NAMES)).stdout.split())
     at_prompt = True
 
     def stop(*_: Any) -> None:
@@ -136,13 +143,24 @@ def show(result: Result) -> None:
         print(result.final)
 
 
-def remember() -> None:
-    """Line editing, with a history in the user's folder of states, if there is a home."""
+def remember(names: Callable[[], list[str]]) -> None:
+    """Line editing. The Tab key completes `names()`. The history is in the user's folder
+    of states, if there is a home."""
     try:
         import readline
     except ImportError:  # a Python that was built without it
         return
-    readline.parse_and_bind("tab: tab-insert")  # no names of files
+    found: list[str] = []
+
+    def complete(text: str, number: int) -> str | None:
+        if not text:  # an indentation
+            return ("\t", None)[number]
+        if number == 0:
+            found[:] = sorted({name for name in names() if name.startswith(text)})
+        return found[number] if number < len(found) else None
+
+    readline.set_completer(complete)
+    readline.parse_and_bind("tab: complete")
     home = Path.home()
     if not home.is_dir():
         return

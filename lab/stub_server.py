@@ -1,6 +1,6 @@
 """A server that speaks the chat-completions protocol, with faults, to test lab/api.py with.
 
-    python -m lab.stub_server FILE        prints its port, then serves until it is killed
+    python -m lab.stub_server FILE    prints its URL and key, then serves until Ctrl-C
 
 It answers a question about a term like a small model that has learnt its task, and counts
 every word as a token. FILE holds a JSON object:
@@ -16,15 +16,16 @@ every word as a token. FILE holds a JSON object:
 
 Each request is appended to FILE.log as a JSON line, once it is decided how it is answered.
 """
+import contextlib
 import hashlib
 import json
 import re
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from runtime import console
+from runtime import console, flags
+from runtime.files import read_json
 
 lock = threading.Lock()
 attempts: dict[str, int] = {}  # by the digest of a request
@@ -76,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "long":
                 more = 3 * asked["max_tokens"]
                 text, out = text + " more" * more, out + more
-            with open(sys.argv[1] + ".log", "a", encoding="utf-8") as log:
+            with open(settings["log"], "a", encoding="utf-8") as log:
                 row = {"fault": fault, "in": into, "out": out, "model": asked["model"]}
                 log.write(json.dumps(row) + "\n")
 
@@ -100,13 +101,25 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    with open(sys.argv[1], encoding="utf-8") as file:
-        settings.update(json.load(file))
+    parser = flags.parser("A server to try --api with, and to test it.")
+    parser.add_argument("file", help="a JSON object with settings, {} for none: the top of "
+                        "lab/stub_server.py tells them")
+    file = parser.parse_args().file
+    try:
+        given = read_json(file)
+        if not isinstance(given, dict):
+            raise ValueError(f"{file}: not a JSON object")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {console.line(error)}\n")
+    settings.update(given)
+    settings["log"] = file + ".log"
     ThreadingHTTPServer.request_queue_size = 128  # connections that wait; 5 drops some
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
+    print(f"http://127.0.0.1:{server.server_address[1]}/v1 wants the key "
+          f"{settings.get('key', 'secret')} in OPENAI_API_KEY", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 if __name__ == "__main__":

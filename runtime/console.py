@@ -35,6 +35,14 @@ def start(main: Callable[[], int | None]) -> None:
     sys.exit(status)
 
 
+def line(error: BaseException) -> str:
+    """An error as one line. Of a file its name comes first, and no number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        why = error.strerror.removesuffix(" or directory")
+        return f"{error.filename}: {why[0].lower()}{why[1:]}"
+    return str(error)
+
+
 def plain(error: UnicodeError) -> tuple[str, int]:
     """A handler of codec errors: a drawing in ASCII, other characters as escapes."""
     if not isinstance(error, UnicodeEncodeError):

@@ -4,6 +4,7 @@ A class is a group of flags. Classes are combined by inheritance, so that a prog
 flat configuration. Left out: nested configurations and files of settings. Standard library
 only.
 """
+import re
 from dataclasses import field, fields
 from typing import Any
 
@@ -31,11 +32,20 @@ def check(config) -> None:
 def parser(description: str, **more):
     """An argparse parser that says in one line what is wrong, and takes no flag by half its
     name. `more` are arguments of argparse's own."""
-    import argparse  # where it is used: rlm.py imports this file, for a library as well
+    # Where they are used: rlm.py imports this file, for a library as well.
+    import argparse
+    import difflib
 
     made = argparse.ArgumentParser(description=description, allow_abbrev=False, **more)
-    made.error = lambda message: made.exit(
-        2, f"{made.prog}: {message} (--help shows what there is)\n")
+
+    def error(message: str) -> None:
+        known = re.findall(r"--[\w-]+", made.format_help())
+        wrong = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
+        near = difflib.get_close_matches(wrong[1], known, 1) if wrong else []
+        advice = f"did you mean {near[0]}? " if near else ""
+        made.exit(2, f"{made.prog}: {message} ({advice}--help shows what there is)\n")
+
+    made.error = error
     return made
 
 

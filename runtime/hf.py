@@ -105,6 +105,8 @@ def _check_directory(path: str) -> None:
                                        os.path.normpath(path))
         if name_on_the_hub:
             owner, name = name_on_the_hub.groups("OWNER")
+            if os.path.isdir("assets/tiny"):
+                line += " (a tiny one is in assets/tiny)"
             line += f"; to download it: hf download {owner}/{name} --local-dir {name}"
         raise FileNotFoundError(line)
 

@@ -7,6 +7,9 @@ from collections import Counter
 from tree import Node, Rollout
 
 
+OUT_OF = {"turns": "out of turns", "window": "out of window", "budget": "out of budget"}
+
+
 def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
     """What a batch of trees looked like: means per tree over those that did not fail."""
     scored, groups = [], {}
@@ -55,9 +58,10 @@ def _mean(values: list) -> float | None:
 
 
 def shares(ends: dict[str, int]) -> str:
-    """How roots ended, the most frequent end first: "final 90% turns 10%"."""
+    """How roots ended, the most frequent end first: "final 90%, out of turns 10%"."""
     total = sum(ends.values())
-    return " ".join(f"{end} {count / total:.0%}" for end, count in ends.items())
+    return ", ".join(f"{OUT_OF.get(end, end)} {count / total:.0%}"
+                     for end, count in ends.items())
 
 
 def line(m: dict, steps: int) -> str:
@@ -67,10 +71,8 @@ def line(m: dict, steps: int) -> str:
         lost = f" | failed {m['failed']}: {next(iter(m['failures']))[:60]}"
     update = "no signal, no step"
     if m["rows"]:
-        update = (f"entropy {m['entropy']:.2f} gap {m['gap']:.0e} "
-                  f"grad {m['grad_norm']:.2f}")
-    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | flat "
-            f"{m['flat']:.0%} | per tree: {m['nodes']:.1f} nodes {m['turns']:.1f} turns "
-            f"{m['tokens']:.0f} tokens | {shares(m['ends'])}{lost} | {update} | "
-            f"sample {m['sample_s']:.1f} repl {m['repl_s']:.1f} "
+        update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
+    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | {m['nodes']:.1f} "
+            f"nodes, {m['tokens']:.0f} tokens | {shares(m['ends'])}{lost} | flat groups "
+            f"{m['flat']:.0%} | {update} | sample {m['sample_s']:.1f} "
             f"update {m['update_s']:.1f} s")

@@ -2,6 +2,7 @@
 
     OUT/run.json         the flags that it was started with
     OUT/metrics.jsonl    one JSON line per step and per evaluation
+    OUT/scripts.jsonl    the trees of the warm-up, if they are scripted
     OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
     OUT/init, warmup, best, final   models in the Hugging Face layout
     OUT/result.json      the scores, when the run has ended
@@ -180,7 +181,7 @@ class Run:
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.truncate(min(file.tell(), self.state["metrics"]))
         else:
-            for name in ("metrics.jsonl", "result.json"):
+            for name in ("metrics.jsonl", "result.json", "scripts.jsonl"):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(self.path(name))
             for name in (checkpoint.FOLDER, "warmup", "best", "final"):
@@ -203,6 +204,8 @@ class Run:
             self.track(row)
 
     def metrics(self) -> list[dict]:
+        if not os.path.exists(self.path("metrics.jsonl")):  # nothing was measured yet
+            return []
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 

@@ -32,7 +32,7 @@ class Stub:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lab.stub_server", self.file], cwd=ROOT, text=True,
             stdout=subprocess.PIPE)
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}/v1"
+        self.url = self.process.stdout.readline().split()[0]
 
     def log(self):
         path = Path(f"{self.file}.log")
@@ -153,7 +153,7 @@ def test_a_server_that_goes_away_leaves_the_finished_part(stub, evaluate, tmp_pa
 
 
 @pytest.mark.parametrize("key, says", [("wrong-key-1234", "refuses the key"),
-                                       ("", "wants a key in OPENAI_API_KEY")])
+                                       ("", "OPENAI_API_KEY is not set")])
 def test_a_wrong_key_ends_the_run_and_is_written_nowhere(
         key, says, stub, evaluate, tmp_path, monkeypatch):
     server = stub()
@@ -241,6 +241,11 @@ def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
     code = "answer['content'] = context[:4]\nprint('\x1b[2Jseen')"
     server = stub(says=f"```repl\n{code}\n```")
     (tmp_path / "a.txt").write_text("What is in the file")
+    flags = ["--api", server.url, "--api-model", "m", "--trace", "?", tmp_path / "a.txt"]
+    done = subprocess.run([sys.executable, "rlm.py", *flags], cwd=ROOT, text=True,
+                          capture_output=True)
+    words = sum(row["out"] for row in server.log())
+    assert words and f"┌ root  (6 turns, {words} sampled tokens)" in done.stdout
     done = subprocess.run(
         [sys.executable, "rlm.py", "--api", server.url, "--api-model", "m", "--stream",
          "--html", tmp_path / "tree.html", "The question?", tmp_path / "a.txt"],
@@ -262,6 +267,35 @@ def test_a_server_is_asked_about_files_and_the_tree_is_shown(stub, tmp_path):
             capture_output=True, text=True)
         assert done.returncode == 1 and done.stdout == "" and says in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_no_answer_is_one_line_that_says_where_to_look(stub):
+    done = subprocess.run(
+        [sys.executable, "rlm.py", "--api", stub(says="1").url, "--api-model", "m", "q",
+         "README.md"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, "", "rlm.py: no answer: out of turns (--trace shows the turns)\n")
+
+
+def test_of_a_dead_server_it_is_said_once_that_it_is_asked_again(stub, capsys):
+    server = stub()
+    server.stop()
+    policy = API(server.url, "m", Account())
+    for _ in range(2):
+        node = Node(turns=[Turn("user", "q")])
+        with pytest.raises(Unreachable):
+            asyncio.run(policy(node, 8, ()))
+    assert capsys.readouterr().err == f"no answer from {server.url}, asking again\n"
+
+
+@pytest.mark.parametrize("text", [None, "[1]", "{"])
+def test_a_stub_server_says_what_is_wrong_in_one_line(text, tmp_path):
+    file = tmp_path / "stub.json"
+    if text:
+        file.write_text(text)
+    done = subprocess.run([sys.executable, "-m", "lab.stub_server", file], cwd=ROOT,
+                          text=True, capture_output=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and str(file) in done.stderr
 
 
 def test_what_a_model_thinks_is_kept_apart_from_its_text():

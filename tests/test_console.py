@@ -67,6 +67,14 @@ def test_a_context_that_is_piped_is_read_as_files_are(monkeypatch):
     assert ask.read_context([]) == "naïve \xff\ufffd"
 
 
+def test_a_context_that_is_typed_is_asked_for(monkeypatch, capsys):
+    typed = io.TextIOWrapper(io.BytesIO(b"hello"))
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert ask.read_context([]) == "hello"
+    assert capsys.readouterr().err.count("Ctrl-D ends it\n") == 1
+
+
 def test_an_empty_question_is_refused():
     done = run("rlm.py", "--model", "nowhere", " ", "README.md")
     assert (done.returncode, done.stderr) == (1, "rlm.py: the question is empty\n")

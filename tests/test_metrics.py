@@ -19,6 +19,11 @@ def test_the_critical_path_is_the_longest_chain_of_calls_that_wait_for_each_othe
     assert metrics.critical_path(api) == 10
 
 
+def test_how_trees_ended_is_said_in_words():
+    ends = {"final": 5, "turns": 1}
+    assert metrics.shares(ends) == "final 83%, out of turns 17%"
+
+
 def test_a_step_is_described_by_scores_without_the_price():
     trees = [rollout(0.5, node((), 4, node((0,), 2))), rollout(0.5)]
     trees.append(rollout(1.0, failed="lost"))

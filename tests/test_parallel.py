@@ -477,7 +477,7 @@ def test_a_signal_ends_all_ranks_and_the_run_resumes(number, tmp_path, monkeypat
     os.killpg(run.pid, number)  # what a terminal does
     _, errors = run.communicate(timeout=60)
     assert run.returncode
-    assert errors.count("train.py: interrupted; continue with --resume") == 1, errors
+    assert errors.count("train.py: interrupted; continue with: torchrun") == 1, errors
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert state["step"] == steps()[-1] >= 3
     assert FLAT in command(train, monkeypatch, "--out", out, "--resume", "--steps", 3)

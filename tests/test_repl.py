@@ -318,7 +318,7 @@ def test_a_block_ends_when_the_queries_of_its_threads_have():
 
 def test_nobody_answers():
     one = run("print(llm_query_batched(['a', 'b']))")[0]
-    assert one.stdout.count("Error: no model answers queries here") == 2
+    assert one.stdout.count("Error: no model is attached to this REPL") == 2
 
 
 def test_too_many_queries_are_counted_per_block():

@@ -1,6 +1,8 @@
 """The page: escaped whatever a model writes, and it works in a real browser."""
 import html.parser
 import json
+import math
+import random
 import re
 import shutil
 import subprocess
@@ -103,6 +105,24 @@ def test_a_page_holds_whole_trees_up_to_its_limit(monkeypatch):
     assert len(data["trees"]) == 5 and data["left_out"] == 0
 
 
+def test_neither_a_huge_question_nor_a_last_tree_breaks_the_limit(monkeypatch):
+    noise = random.Random(0).randbytes(500_000).hex()
+    huge = Rollout({"query": noise}, "g", Node(end="failed"), 0.0, noise)
+    assert len(report.page("", {}, [], [("a", huge)])) < 200_000
+    monkeypatch.setattr(report, "MOST_BYTES", 5_000)
+    data = data_of(report.page("", {}, [], [("a", tree("x")), ("b", huge)]))
+    assert len(data["trees"]) == 1 and data["left_out"] == 1
+
+
+def test_a_page_says_how_far_its_run_is_and_in_which_units_it_counts():
+    page = report.page("Run", {}, [row("rlm1", 2000, 0.5)], state="step 3 of 9 <now>")
+    assert "<h1>Run</h1><p>step 3 of 9 &lt;now&gt;</p>" in page
+    assert "characters / 4" in page and "Wilson" in page
+    for title in ("in tok", "reused tok", "out tok", "p50 s", "p95 s"):
+        assert f"<th>{title}</th>" in page and f" {title}" in report.HEAD
+    assert len(report.table_line(row("rlm1", 2000, 0.5))) == len(report.HEAD)
+
+
 def test_many_long_prompts_take_little_space():
     """48 trees of five conversations, with the ids of 1,500 tokens of prompt in each."""
     class Words:
@@ -180,7 +200,8 @@ def test_the_page_opens_on_the_worst_interesting_tree():
     ([[1, 2], [3, 4]], [[2, 3], [3, 4]], ["[3, 4]"], ["[3, 4]"]),
     ({"a": {"b": 7}}, {"a": {"b": 7}}, ["7"], ["7"]),
     ("", "", [], []), (None, None, [], []), (None, ["a"], [], []), (5, "5", ["5"], ["5"]),
-    ("a" * 30_000, "a", [], []), (["a"] * 300, ["a"] * 300, [], []),
+    ("a" * 30_000, "a", [], []), (["a"] * 300,) * 4,
+    ("abc " * 2400, ["abc"] * 2000, ["abc"] * 2400, ["abc"] * 2000),
 ])
 def test_what_answer_and_gold_share_is_marked(answer, gold, hits, found):
     sides = report.marked(answer, gold)
@@ -395,6 +416,18 @@ def test_in_a_browser_a_box_leads_to_its_turns_by_mouse_and_by_key(browser):
         seen.at = document.activeElement === $('n3').firstChild;""")
     assert seen == {"problems": [], "before": False, "focused": True, "after": True,
                     "at": True}
+
+
+def test_in_a_browser_a_question_without_gold_has_no_score_and_no_list(browser):
+    asked = Rollout({"query": "q"}, "", tree("x").root, math.nan)
+    seen = browser(lambda: report.page("", {}, [], trees=[("the tree", asked)]), """
+        seen.text = $('trees').innerText;
+        seen.listed = count('#list button');
+        seen.width = $('tree').offsetWidth / $('trees').offsetWidth;""")
+    assert "the tree · final" in seen["text"] and seen["problems"] == []
+    for word in ("reward", "gold", "null", "sorted by", "1 of 1"):
+        assert word not in seen["text"]
+    assert (seen["listed"], seen["width"]) == (0, 1)
 
 
 def test_in_a_browser_filters_say_how_many_trees_are_left(browser):

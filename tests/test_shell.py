@@ -131,6 +131,19 @@ def test_ctrl_c_ends_a_block_and_keeps_the_variables(home):
         assert terminal.end() == 0
 
 
+def test_the_tab_key_completes_names_and_indents(home):
+    with Terminal(**home) as terminal:
+        terminal.until(PROMPT)
+        terminal.say("first_name = 20")
+        assert terminal.say("first\t + 22") == "42\n"
+        assert "no model is attached" in terminal.say("rlm_query_b\t('a')")
+        terminal.say("def f():", until="... ")
+        terminal.say("\tret\t 7", until="... ")
+        terminal.say("")
+        assert terminal.say("f()") == "7\n"
+        assert terminal.end() == 0
+
+
 def test_lines_are_remembered_in_the_users_folder_if_there_is_a_home(home, tmp_path):
     kept = tmp_path / ".local" / "state" / "rlm-repl-history"
     with Terminal(**home) as terminal:
@@ -183,7 +196,8 @@ def test_tools_are_those_of_the_task(tmp_path):
 
 @pytest.mark.parametrize("args, says", [
     (["none.txt"], "cannot read none.txt"), (["--task", "chess"], "no task 'chess'"),
-    (["--task", "chess.py"], "chess.py: no such file")])
+    (["--task", "chess.py"], "chess.py: no such file"),
+    *((["--seconds", wrong], "above 0") for wrong in ("0", "-1", "nan"))])
 def test_what_is_not_there_is_named_in_one_line(args, says):
     done = script(*args)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1

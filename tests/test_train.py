@@ -413,7 +413,9 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         patch.setattr(rlm, "collect", interrupted)
         assert command(train, patch, *SHORT, "--out", out, "--model",
                        short_run / "init") == status
-    assert capsys.readouterr().err == "train.py: interrupted; continue with --resume\n"
+    assert capsys.readouterr().err == (
+        f"train.py: interrupted; continue with: python train.py --resume --out {out}\n")
+    assert "Step 1 of 2 of GRPO, written on" in (out / "report.html").read_text()
     assert signal.getsignal(number) is before and not (out / "result.json").exists()
     state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
     assert (state["phase"], state["step"]) == ("grpo", 1)
@@ -422,6 +424,25 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     straight, resumed = weights(short_run / "final"), weights(out / "final")
     for name, weight in straight.items():
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_in_the_warm_up_a_stopped_run_leaves_a_page_and_runs_no_script_again(
+        short_run, tmp_path, monkeypatch):
+    out, step = tmp_path / "w", train.Trainer.optimizer_step
+
+    def stopped(trainer, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "optimizer_step", stopped)
+        assert command(train, patch, *SHORT, "--out", out, "--model",
+                       short_run / "init") == 130
+    assert "Step 1 of 3 of the warm-up" in (out / "report.html").read_text()
+    monkeypatch.setattr(train, "demonstrations", None)
+    assert FLAT in command(train, monkeypatch, "--out", out, "--resume")
+    for name, weight in weights(short_run / "warmup").items():
+        torch.testing.assert_close(weights(out / "warmup")[name], weight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -589,11 +610,29 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert "needs" in message and "the device has 10 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
-    assert table.count("\n") == 14 and "a model made from nothing" in table
+    assert table.count("\n") == 16 and "a model made from nothing" in table
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
     planned = capsys.readouterr().out  # a run starts with what --plan prints
     assert planned.splitlines()[:12] == table.splitlines()[:12]
     assert "the largest window that fits" in planned
+
+
+def test_a_run_says_what_comes_and_shows_its_plan_only_if_memory_is_tight(
+        short_run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "o"
+    make_trainer(monkeypatch, out, "--model", short_run / "warmup", "--warmup-steps", 7,
+                 "--warmup", "scripts", "--heldout", 5).world.release()
+    said = capsys.readouterr().out
+    assert "first a warm-up of 7 steps" in said and "then GRPO, 50 steps" in said
+    assert f"{out} gets report.html" in said and f"--resume --out {out}\n" in said
+    assert "activations" not in said
+
+
+def test_the_plan_of_a_tiny_model_counts_the_tokens_that_it_gets(
+        short_run, monkeypatch, capsys):
+    assert command(train, monkeypatch, "--plan") is None
+    size = sum(weight.numel() for weight in weights(short_run / "init").values())
+    assert f"{size:,} parameters" in capsys.readouterr().out
 
 
 def test_the_directory_of_a_run_leads_to_its_model(short_run, monkeypatch):
