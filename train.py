@@ -21,7 +21,6 @@ import gc
 import math
 import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -46,7 +45,7 @@ from runtime.device import (DEVICE, TYPES, compute_dtype, give_back_memory,
                             memory_used)
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
-from runtime.run import Run, RunConfig, facts, flags_of_run
+from runtime.run import Run, RunConfig, facts, flags_of_run, resuming
 from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.text import MOST
@@ -694,17 +693,6 @@ def settle(config: Config) -> Config:
         elif given < 0:
             raise ValueError(f"{name} is {given}; it is {AS_SUITS}, or not below 0")
     return replace(config, **missing)
-
-
-def resuming(config: Config, world: World) -> str:
-    """The command that continues the run."""
-    program = "python"
-    if world.size > 1:
-        program = f"torchrun --nproc-per-node {world.local_size}"
-    out = ""
-    if config.out != Config.out:
-        out = f" --out {shlex.quote(config.out)}"
-    return f"{program} train.py --resume{out}"
 
 
 def least_window(source: str, limits: RLMConfig) -> int:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import time
 from collections import deque
@@ -329,6 +330,17 @@ def facts(config) -> dict:
         device = f"{gpu.name}, {gpu.total_memory >> 30} GiB"
     return {"flags": json.dumps(asdict(config), sort_keys=True), "code": code.hexdigest(),
             "torch": torch.__version__, "device": device}
+
+
+def resuming(config, world: World) -> str:
+    """The command that continues the run."""
+    program = "python"
+    if world.size > 1:
+        program = f"torchrun --nproc-per-node {world.local_size}"
+    out = ""
+    if config.out != RunConfig.out:
+        out = f" --out {shlex.quote(config.out)}"
+    return f"{program} train.py --resume{out}"
 
 
 def flags_of_run(args) -> dict:
