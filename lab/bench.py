@@ -750,7 +750,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
             ("group", 8, "completions of each prompt"),
             ("prompt", 600, "tokens of a prompt"),
             ("tokens", 150, "tokens of a completion"),
-            ("trl-batch", 8, "completions in a micro-batch of TRL's update")):
+            ("trl-batch", 4, "completions in a micro-batch of TRL's update")):
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N",
                             help=f"{text} (default {value})")
 
