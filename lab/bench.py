@@ -1,12 +1,14 @@
-"""Every claim of speed as a figure: `python -m lab.bench repl|sampler|train [--json FILE]`.
+"""Every claim of speed as a figure: `python -m lab.bench repl|sampler|train|step`.
 
-Prints a table below a line that says what it was measured on. The docstring of each
-benchmark says how its figures are measured. A figure is the median of its samples, with
-their quartiles beside it. Compare figures of one run only, never of two machines.
+Prints a table below a line that says what it was measured on; --json FILE writes it there,
+too. The docstring of each benchmark says how its figures are measured. A figure is the
+median of its samples, with their quartiles beside it. Compare figures of one run only,
+never of two machines.
 """
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import platform
 import random
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -24,11 +27,15 @@ import grpo
 from lab.kills import family
 from model import Qwen3, Qwen3Config
 from repl import REPL, Limits
+from rlm import RLMConfig
 from runtime import console, parallel
+from runtime.device import TYPES
 from runtime.files import write_json
-from runtime.plan import GIB, Plan
+from runtime.plan import GIB, Plan, memory, of_run
 from runtime.repl_server import Handle
 from sampler import Sampler
+from train import PRETRAINED, Config, Trainer
+from tree import Node, Rollout, Turn
 
 GPU = torch.cuda.is_available()
 SMALL = Qwen3Config(
@@ -545,6 +552,171 @@ def gpu_model(config: Qwen3Config, rank: int) -> Qwen3:
     return model
 
 
+# --- a step ---
+
+def step(args: argparse.Namespace) -> tuple[Samples, str]:
+    """A step of GRPO, beside one of TRL's GRPOTrainer. The same weights, all trained.
+
+    Flat rollouts, without REPLs: for each of some random prompts a group of completions of
+    equal length, whichever tokens they sample. Temperature 1, no truncation; half of a
+    group has reward 1, the others 0. One update: fused AdamW, clipping, no KL term, no
+    activation checkpointing. float32 on a CPU; on a GPU bfloat16, and float32 weights. Both
+    sides have the same threads and run in turn; the first step of each does not count.
+    Ours: Trainer.reinforce of train.py. TRL: all completions at once from transformers'
+    `generate` with SDPA, and the update in micro-batches.
+
+    step_s, trl_step_s: seconds of a step, which are the sum of
+    sample_s, trl_sample_s: until all completions are there;
+    score_s, trl_score_s: rewards, advantages, our packs; and log-probabilities before the
+        update, which neither side computes, because there is one update only;
+    update_s, trl_update_s: forward and backward passes, clipping, AdamW.
+    step_vs_trl, sample_vs_trl, update_vs_trl: TRL's seconds over ours.
+    """
+    try:
+        import trl
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: pip install -r requirements-lab.txt")
+    if args.questions * args.group % args.trl_batch:
+        sys.exit(f"{args.questions} x {args.group} completions are not micro-batches of "
+                 f"{args.trl_batch}")
+
+    samples = Samples("step")
+    with tempfile.TemporaryDirectory() as path:
+        if not args.model:
+            torch.manual_seed(0)
+            Qwen3(SMALL).save_pretrained(path)
+        config = Qwen3Config.read(os.path.join(args.model or path, "config.json"))
+        rng = random.Random(0)
+        prompts = [random_ids(rng, args.prompt, config) for _ in range(args.questions)]
+        ours = FlatTrainer(args.model or path, prompts, args.group, args.tokens)
+        train_in_turn(ours, args, path, samples)
+    return samples, (
+        f"{described(ours.model)}; {args.questions} prompts of {args.prompt} tokens, "
+        f"{args.group} completions of {args.tokens} for each; TRL {trl.__version__} in "
+        f"micro-batches of {args.trl_batch}")
+
+
+class FlatTrainer(Trainer):
+    """The steps of train.py, without trees and without the directory of a run."""
+
+    def __init__(self, path: str, prompts: list[list[int]], group: int, tokens: int):
+        self.prompts, self.tokens = prompts, tokens
+        self.config = Config(
+            model=path, questions=len(prompts), group=group, steps=1, lr=1e-6,
+            warmup_steps=0, dtype="bfloat16" if GPU else "float32")
+        self.world, self.suits = parallel.World(), PRETRAINED
+        self.dtype = TYPES[self.config.dtype]
+        self.objective, self.tokenizer = grpo.credit, None
+        self.rlm = RLMConfig(window=len(prompts[0]) + tokens)
+        shape = Qwen3Config.read(os.path.join(path, "config.json"))
+        self.plan = of_run(self.config, shape, self.rlm.window, memory(self.world))
+        self.reported = math.inf  # no report is due
+        self.run = SimpleNamespace(maybe_save=lambda every: None)
+        self.load(path, adapters=False)
+        self.make_sampler()
+
+    def step(self) -> dict[str, float]:
+        """One step of GRPO: the seconds of its parts."""
+        self.run.state = {"step": 0, "sampled": 0, "skipped": 0, "scale": 1.0}
+        began = time.perf_counter()
+        self.reinforce()
+        if GPU:
+            torch.cuda.synchronize()
+        return parts_of_step(began, self.sampled, self.scored, time.perf_counter())
+
+    def collect(self, step: int) -> list[Rollout]:
+        prompts = [ids for ids in self.prompts for _ in range(self.config.group)]
+        rollouts = []
+        for i, done in enumerate(generate_all(self.sampler, prompts, self.tokens)):
+            assert len(done.ids) == self.tokens
+            root = Node(kind="llm")
+            root.add(Turn("user", "", tuple(prompts[i])))
+            root.add(Turn("assistant", "", done.ids, done.logprobs))
+            rollouts.append(Rollout(None, str(i // self.config.group), root, i % 2))
+        self.sampled = time.perf_counter()
+        return rollouts
+
+    def add_log_probabilities(self, packs: list[dict]) -> None:
+        super().add_log_probabilities(packs)
+        self.scored = time.perf_counter()
+
+    def show(self, rollouts: list[Rollout], update: dict) -> None:
+        pass
+
+
+def train_in_turn(ours: FlatTrainer, args: argparse.Namespace, out: str,
+                  samples: Samples) -> None:
+    """Steps of TRL's trainer with the same weights and prompts, one of ours before each."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate(self, prompts: list) -> tuple:
+            generated = super()._generate(prompts)
+            self.sampled = time.perf_counter()
+            return generated
+
+        def _generate_and_score_completions(self, inputs: list) -> dict:
+            batch = super()._generate_and_score_completions(inputs)
+            assert batch["completion_mask"].sum() == len(inputs) * args.tokens
+            self.scored = time.perf_counter()
+            return batch
+
+    class InTurn(TrainerCallback):
+        def on_step_begin(self, *_, **__) -> None:
+            self.ours = ours.step()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, _, state, *__, **___) -> None:
+            if GPU:
+                torch.cuda.synchronize()
+            parts = parts_of_step(
+                self.began, theirs.sampled, theirs.scored, time.perf_counter())
+            if state.global_step == 1:  # the first does not count
+                return
+            for name, seconds in self.ours.items():
+                samples.add(name, seconds)
+                samples.add(f"trl_{name}", parts[name])
+            for name in ("sample", "update", "step"):
+                ratio = parts[f"{name}_s"] / self.ours[f"{name}_s"]
+                samples.add(f"{name}_vs_trl", ratio)
+
+    def rewards(prompts: list, **_) -> list[float]:
+        return [float(i % 2) for i in range(len(prompts))]
+
+    # TRL takes texts. Here a token is written as its number.
+    vocabulary = {f"<{i}>": i for i in range(ours.model.config.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    texts = [{"prompt": " ".join(f"<{i}>" for i in ids)} for ids in ours.prompts]
+    options = GRPOConfig(
+        out, max_steps=REPEATS + 1, num_generations=args.group,
+        per_device_train_batch_size=args.trl_batch,
+        gradient_accumulation_steps=args.questions * args.group // args.trl_batch,
+        max_completion_length=args.tokens,
+        generation_kwargs={"min_new_tokens": args.tokens},
+        model_init_kwargs={"dtype": "float32"}, bf16=GPU, use_cpu=not GPU,
+        gradient_checkpointing=False, beta=0.0, optim="adamw_torch_fused", adam_beta2=0.95,
+        max_grad_norm=PRETRAINED.max_norm, shuffle_dataset=False, report_to="none",
+        logging_strategy="no", save_strategy="no", disable_tqdm=True)
+    theirs = TimedTrainer(
+        ours.config.model, rewards, options, Dataset.from_list(texts),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<0>", eos_token="<0>"),
+        callbacks=[InTurn()])
+    theirs.remove_callback(PrinterCallback)
+    theirs.train()
+
+
+def parts_of_step(began: float, sampled: float, scored: float, ended: float) -> dict:
+    return {"sample_s": sampled - began, "score_s": scored - sampled,
+            "update_s": ended - scored, "step_s": ended - began}
+
+
 # --- the table ---
 
 def described(model: Qwen3) -> str:
@@ -567,7 +739,20 @@ def machine() -> str:
             f"{os.getloadavg()[0]:.1f}")
 
 
-BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train}
+BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train, "step": step}
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The flags of `step`."""
+    parser.add_argument("--model", metavar="DIR", help="weights (default random ones)")
+    for name, value, text in (
+            ("questions", 2, "prompts"),
+            ("group", 8, "completions of each prompt"),
+            ("prompt", 600, "tokens of a prompt"),
+            ("tokens", 150, "tokens of a completion"),
+            ("trl-batch", 4, "completions in a micro-batch of TRL's update")):
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N",
+                            help=f"{text} (default {value})")
 
 
 def main() -> None:
@@ -581,6 +766,8 @@ def main() -> None:
         if name == "repl":
             sub.add_argument("--sandbox", choices=["auto", "require", "off"],
                              default="auto", help="isolation of the REPLs (default auto)")
+        if name == "step":
+            add_sizes(sub)
     args = parser.parse_args()
 
     where = machine()
