@@ -21,7 +21,7 @@ def run(*args, stdout=subprocess.PIPE, env=USUAL):
 
 
 @pytest.mark.parametrize("line", [
-    "repl.py --help", "rlm.py --help", "train.py --plan", "-m lab.chart --help",
+    "repl.py --help", "rlm.py --help", "-m lab.chart --help",
     "eval.py --policy oracle --tasks niah,code --n 2"])
 def test_a_program_whose_reader_leaves_ends_quietly(line):
     """As behind `| head`, which has read all that it wants."""

@@ -550,7 +550,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
 @pytest.mark.parametrize("args, says", [
     (["--model", "/nowhere"], "/nowhere"),
     (["--resume"], "holds no run to resume"),
-    (["--out", "/proc/nowhere"], "/proc/nowhere"),  # nobody can write there, not even root
+    (["--out", "/proc/nowhere"], "/proc"),  # nobody can write there, not even root
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
     (["--credit", "root", "--children", "sum"], "no effect"),
@@ -565,8 +565,9 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
     (["--reward", "/nowhere/reward.py"], "/nowhere/reward.py"),
     (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite")])
-def test_bad_input_gives_one_line(args, says, tmp_path, monkeypatch):
-    message = command(train, monkeypatch, *SHORT, "--out", tmp_path / "e", *args)
+def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
+    message = command(train, monkeypatch, *SHORT, "--model", short_run / "init", "--out",
+                      tmp_path / "e", *args)
     assert isinstance(message, str) and says in message and "\n" not in message
     assert not (tmp_path / "e" / "result.json").exists()
     assert not (tmp_path / "e" / "final").exists()
