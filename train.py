@@ -804,7 +804,8 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
 
 
 def plan_without_loading(config: Config, world: World) -> str:
-    """What the run needs in memory, from config.json and rlm.json alone."""
+    """What the run needs in memory, from config.json and rlm.json alone. A tiny model is
+    made for it, in a folder that is removed."""
     config = settle(config)
     check(config, world.size)
     with tempfile.TemporaryDirectory() as folder:

@@ -104,7 +104,7 @@ SETS = {
     "credit-definitions": Set(
         CREDIT, task="definitions", seeds=(0, 1),
         flags="--lora-rank 16 --lr 3e-4 --questions 4 --heldout 64",
-        warm_up="--model {model} --warmup scripts --warmup-lr 1e-3"),
+        warm_up="--model {model} --warmup scripts --warmup-lr 1e-3 --warmup-steps 180"),
     "more": Set({
         "default": "",
         "half own score": "--objective half_own",

@@ -49,14 +49,16 @@ def page(title: str, settings: dict, rows: list[dict],
          notes: Sequence[str] = (), defaults: dict = {}, state: str = "") -> str:
     """The page as a text.
 
-    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl,
-    `state` says how far a run has come.
-    `trees` are (label, rollout); labels that are equal before " #" can be shown together.
+    `state` says how far a run has come. `rows` and `differences` are made by eval.py,
+    `metrics` are the lines of metrics.jsonl. `trees` are (label, rollout); labels that are
+    equal before " #" can be shown together.
     `advantages` has those of nodes that were trained, `gaps` for each sampled token of a
     node its log-probability under the trainer minus that under the sampler. Settings that
     are as in `defaults` are folded."""
-    parts = [f"<h1>{escape(title)}</h1><p>{escape(state)}</p>",
-             setting_list(settings, defaults)]
+    parts = [f"<h1>{escape(title)}</h1>"]
+    if state:
+        parts.append(f"<p>{escape(state)}</p>")
+    parts.append(setting_list(settings, defaults))
     if rows:
         parts.append(score_table(rows))
     if notes:

@@ -764,13 +764,13 @@ def test_the_oracle_reads_every_page_of_definitions(style):
             assert tasks.oracle(task, node) == tasks.oracle(blind, node)
 
 
-def test_half_of_what_scripts_of_definitions_could_score_is_lost():
+def test_scripts_of_definitions_lose_more_than_half():
     def script(task, node):
         return tasks.demonstrate(task, node, random.Random(f"{task.id} {node.path}"))
 
     roots = [(task, play(task, script)) for task in dictionary_questions(40, True)]
     scores = [reward(task, root.answer) for task, root in roots]
-    assert 0.4 < sum(scores) / 40 < 0.55 and max(scores) == 1.0
+    assert 0.1 < sum(scores) / 40 < 0.5 and max(scores) == 1.0
     assert not any(node.errors for _, root in roots for node in root.walk())
 
 
