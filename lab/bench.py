@@ -451,7 +451,8 @@ def train(args: argparse.Namespace) -> tuple[Samples, str]:
         rows = [make_row(each, rng.choice([-1, 1]), given) for each in ids]
         packs = grpo.micro_batches(rows, UPDATE_TOKENS)
         tokens = sum(map(len, ids))
-        for repeat in range(REPEATS + 1):
+        repeats = REPEATS if tokens > 10_000 else 3 * REPEATS  # short ones vary more
+        for repeat in range(repeats + 1):
             seconds = seconds_of(lambda: update(ours, our_optimizer, rows, UPDATE_TOKENS))
             peer = seconds_of(lambda: padded(rows))
             if repeat:  # the first does not count
@@ -505,7 +506,8 @@ def gpu_updates(config: Qwen3Config, samples: Samples, row_tokens: int, roots: i
         torch.cuda.reset_peak_memory_stats()
         model = gpu_model(config, rank)
         optimizer = adamw(model)
-        for repeat in range(REPEATS + 1):
+        repeats = REPEATS if tokens > 10_000 else 3 * REPEATS  # short ones vary more
+        for repeat in range(repeats + 1):
             seconds = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
             if repeat:
                 samples.add(rate, len(rows) * row_tokens / seconds)
@@ -719,6 +721,11 @@ def parts_of_step(began: float, sampled: float, scored: float, ended: float) -> 
 
 # --- the table ---
 
+def figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+
 def described(model: Qwen3) -> str:
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     where = f"CPU with {torch.get_num_threads()} threads"
@@ -774,7 +781,7 @@ def main() -> None:
     samples, how = BENCHMARKS[args.name](args)
     samples.bar.close()
     print(f"{args.name}: {how}\non {where}\n")
-    print(f"{'':28}{'median':>10}{'quartiles':>20}{'n':>7}")
+    print(f"{'':28}{'median':>10}{'quartiles':>22}{'n':>5}")
     report = {"benchmark": args.name, "how": how, "machine": where}
     report |= {"quartiles": {}, "n": {}}
     for name, values in samples.items():
@@ -788,7 +795,8 @@ def main() -> None:
             report[figure] = middle
         report["quartiles"][name] = [low, high]
         report["n"][name] = len(values)
-        print(f"{name:28}{middle:>10.3g}{f'{low:.3g} to {high:.3g}':>20}{len(values):>7}")
+        spread = f"{figure(low)} to {figure(high)}"
+        print(f"{name:28}{figure(middle):>10}{spread:>22}{len(values):>5}")
     if args.json:
         write_json(args.json, report)
 
