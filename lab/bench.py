@@ -506,8 +506,7 @@ def gpu_updates(config: Qwen3Config, samples: Samples, row_tokens: int, roots: i
         torch.cuda.reset_peak_memory_stats()
         model = gpu_model(config, rank)
         optimizer = adamw(model)
-        repeats = REPEATS if tokens > 10_000 else 3 * REPEATS  # short ones vary more
-        for repeat in range(repeats + 1):
+        for repeat in range(REPEATS + 1):
             seconds = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
             if repeat:
                 samples.add(rate, len(rows) * row_tokens / seconds)
@@ -721,9 +720,8 @@ def parts_of_step(began: float, sampled: float, scored: float, ended: float) -> 
 
 # --- the table ---
 
-def figure(value: float) -> str:
+def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
 
 
 def described(model: Qwen3) -> str:
@@ -795,8 +793,8 @@ def main() -> None:
             report[figure] = middle
         report["quartiles"][name] = [low, high]
         report["n"][name] = len(values)
-        spread = f"{figure(low)} to {figure(high)}"
-        print(f"{name:28}{figure(middle):>10}{spread:>22}{len(values):>5}")
+        spread = f"{short(low)} to {short(high)}"
+        print(f"{name:28}{short(middle):>10}{spread:>22}{len(values):>5}")
     if args.json:
         write_json(args.json, report)
 
