@@ -102,7 +102,7 @@ class Sampler:
         attention = attention_for(self.model)
         self.pool = new_pool(self.model, memory, page or attention.page)
         self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
-        self.attention = attention(self.model, self.pool, self.window)
+        self.attention = attention(self.model, self.pool, self.window, batch)
         self.waiting: list[Request] = []  # both in order of arrival
         self.running: list[Request] = []
         self.engine: asyncio.Task | None = None

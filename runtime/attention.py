@@ -4,8 +4,8 @@ after another (training) and over the pages of a KV cache (sampling).
 The model calls `attend(layer, q, k, v) -> out` in every layer: q and out have the shape
 (1, H, N, E), k and v (1, K, N, E). `PackedRows.attend` is such a function.
 
-For sampling there are two classes: `FlashPages` reads the pages in place and needs CUDA,
-`GatheredRows` works everywhere, and `attention_for` chooses. Both have
+For sampling there are two classes: `FlashPages` reads the pages in place and needs CUDA and
+Triton, `GatheredRows` works everywhere, and `attention_for` chooses. Both have
 
     forward(step)   write the step's keys and values into the pages; return the requests
                     that sample, and their logits
@@ -31,12 +31,14 @@ from torch import Tensor
 
 from runtime.prefixes import by_prefix
 
-varlen_attn = None
-if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second to load
+varlen_attn = decode = None
+if torch.cuda.is_available():  # elsewhere they are of no use, and take a second to load
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
-        if "block_table" not in inspect.signature(varlen_attn).parameters:
-            varlen_attn = None  # before torch 2.12
+        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+            varlen_attn = None  # before torch 2.12: SDPA, row by row
+    with contextlib.suppress(ImportError):  # Triton comes with torch for CUDA, on Linux
+        from runtime.decode import decode
 
 FEW_SCORES = 1 << 18  # of a row; below, a CPU is faster in float32 (measured)
 SLICE = 16  # decoding rows in one call of SDPA
@@ -149,10 +151,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def attention_for(model):
     """The class that computes attention over pages for this model on its device."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim
-    flash = (varlen_attn is not None and weight.is_cuda
+    flash = (decode is not None and weight.is_cuda
              and torch.cuda.get_device_capability(weight.device) >= (8, 0)
              and weight.dtype in (torch.bfloat16, torch.float16)
-             and head_dim % 8 == 0 and head_dim <= 256)
+             and head_dim <= 256)
     return FlashPages if flash else GatheredRows
 
 
@@ -203,8 +205,36 @@ def sampling(step: list) -> list:
     return [request for request, n in step if request.computed + n == len(request.ids)]
 
 
+def page_table(request, length: int, size: int) -> list[int]:
+    """The pages of `size` tokens that hold the request's first `length` tokens."""
+    return [page.index for page in request.pages[:-(-length // size)]]
+
+
+class Prompts:
+    """Requests that compute several tokens, which begin at the token `first` of the step.
+    SDPA, one after another, over keys and values gathered from the pages."""
+
+    def __init__(self, step: list, first: int, pool: Tensor):
+        self.pool = pool
+        self.parts = []  # (first token in the step, end, pages, tokens in them, mask)
+        for request, n in step:
+            length = request.computed + n
+            table = torch.tensor(page_table(request, length, pool.shape[3]),
+                                 device=pool.device)
+            # A prompt from its first token on needs no mask: plain causal attention.
+            mask = lower_right(n, length, pool.device) if request.computed else None
+            self.parts.append((first, first + n, table, length, mask))
+            first += n
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Write into `out` (N, H, E), where these requests are in q (N, H, E)."""
+        for low, high, table, length, mask in self.parts:
+            keys, values = self.pool[layer][:, table].flatten(1, 2)[:, :length]  # T K E
+            out[low:high] = causal(q[low:high], keys, values, mask)[0].transpose(0, 1)
+
+
 class GatheredRows:
-    """SDPA over rows of keys and values, for CPUs and older torch.
+    """SDPA over rows of keys and values, for CPUs and where Triton is not.
 
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
@@ -216,7 +246,7 @@ class GatheredRows:
     that would need longer ones is gathered in every step, and so are prompts."""
     page = 16  # tokens of a page: small ones share more
 
-    def __init__(self, model, pool: Tensor, window: int):
+    def __init__(self, model, pool: Tensor, window: int, batch: int):
         self.model, self.pool, self.window = model, pool, window
         self.most = pool.shape[2] * pool.shape[3]  # tokens of all rows together
         self.reset()
@@ -242,17 +272,7 @@ class GatheredRows:
             mask_BT = self._mask(pos_N[low:high], longest)
             slices.append((low, high, mask_BT[:, None, None]))  # B 1 1 T
 
-        # The others: (first token in the step, end, pages, tokens in them, mask).
-        chunks = []
-        low = ones
-        for request, n in others:
-            length = request.computed + n
-            mask = None  # plain causal attention
-            if request.computed:
-                mask = self._mask(pos_N[low:low + n], length)  # n T
-            table = self._table(request, length)
-            chunks.append((low, low + n, table, length, mask))
-            low += n
+        prompts = Prompts(others, ones, self.pool)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # N H E, N K E, N K E
@@ -271,12 +291,7 @@ class GatheredRows:
                     q[low:high].view(high - low, K, -1, E), keys[low:high, :, :T],
                     values[low:high, :, :T], attn_mask=mask)  # B K G E
                 out[low:high] = got.reshape(high - low, -1, E)
-            for low, high, table, length, mask in chunks:
-                seen = self.pool[layer][:, table].flatten(1, 2)[:, :length]  # 2 T K E
-                row = (x.transpose(0, 1)[None] for x in (q[low:high], *seen))
-                got = F.scaled_dot_product_attention(
-                    *row, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-                out[low:high] = got[0].transpose(0, 1)  # n H E
+            prompts.attend(layer, q, out)
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
@@ -329,12 +344,10 @@ class GatheredRows:
         self.rows = self.pool.new_zeros(L, 2, B, K, T, E)
         self.held = [(None, 0)] * B
 
-    def _table(self, request, length: int) -> list[int]:
-        return [page.index for page in request.pages[:-(-length // self.pool.shape[3])]]
-
     def _gather(self, row: int, request) -> None:
         n = request.computed
-        seen = self.pool[:, :, self._table(request, n)].flatten(2, 3)[:, :, :n]  # L 2 n K E
+        table = page_table(request, n, self.pool.shape[3])
+        seen = self.pool[:, :, table].flatten(2, 3)[:, :, :n]  # L 2 n K E
         self.rows[:, :, row, :, :n] = seen.transpose(2, 3)
 
     def _mask(self, pos_N: Tensor, length: int) -> Tensor:
@@ -345,22 +358,26 @@ class GatheredRows:
 
 
 class FlashPages:
-    """Flash attention that reads the pages in place, for CUDA.
-
-    varlen_attn is causal only with window_size=(-1, 0). num_splits=1, because splitting the
-    keys gives wrong results over pages (pytorch issue 194167); with it, the batch does not
-    change a request's result either.
+    """Reads the pages in place, for CUDA: one token of a request with a kernel of our own
+    (runtime/decode.py), several with SDPA.
 
     A step in which every request has one token is replayed as a CUDA graph for the next
-    larger batch size in GRAPH_SIZES, captured when it is first needed. The rows that fill
-    it up write into page 0, which no request owns."""
-    page = 256  # tokens of a page: what the kernel is fastest with
+    larger batch size. The graphs are captured in the beginning, the largest first, whose
+    memory the others use. The rows that fill a batch up write into page 0, which no request
+    owns."""
+    page = 256  # tokens of a page: few, and what a span of the kernel has
 
-    def __init__(self, model, pool: Tensor, window: int):
+    def __init__(self, model, pool: Tensor, window: int, batch: int):
         self.model, self.pool = model, pool
         self.columns = 2 + -(-window // pool.shape[3])  # token, length, page table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs
+        enough = next((size for size in GRAPH_SIZES if size >= batch), GRAPH_SIZES[-1])
+        self.sizes = [size for size in GRAPH_SIZES if size <= enough]
+        if pool.is_cuda:
+            with torch.inference_mode():
+                for size in reversed(self.sizes):
+                    self._capture(size)
 
     def reset(self) -> None:
         pass  # there is nothing beside the pages
@@ -368,27 +385,25 @@ class FlashPages:
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, and their logits, (B, V) float32."""
         decoding = all(request.computed + 1 == len(request.ids) for request, _ in step)
-        if decoding and len(step) <= GRAPH_SIZES[-1]:
+        if decoding and len(step) <= self.sizes[-1]:
             return sampling(step), self._decode(step)
 
+        ones = [pair for pair in step if pair[1] == 1]
+        others = [pair for pair in step if pair[1] > 1]
+        step = ones + others
         ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
-        device = pos_N.device
-        counts = [n for _, n in step]
-        ends = [request.computed + n for request, n in step]
-        starts_B = starts_of(torch.tensor(counts, device=device))
-        ends_B = torch.tensor(ends, dtype=torch.int32, device=device)
-        width = max(len(request.pages) for request, _ in step)
-        table = np.zeros((len(step), width), np.int32)
-        for row, (request, _) in zip(table, step):
-            row[:len(request.pages)] = [page.index for page in request.pages]
-        table_BP = torch.from_numpy(table).to(device)
+        count = len(ones)
+        length_B = pos_N[:count].int() + 1
+        table_BP = self._inputs(ones, count)[:, 2:].to(self.pool.device).contiguous()
+        prompts = Prompts(others, count, self.pool)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, slots_N, k, v)
-            out = varlen_attn(
-                q[0].transpose(0, 1), *self.pool[layer], starts_B, starts_of(ends_B),
-                max(counts), max(ends), window_size=(-1, 0), enable_gqa=True,
-                seqused_k=ends_B, block_table=table_BP, num_splits=1)  # N H E
+            q = q[0].transpose(0, 1)  # N H E
+            out = torch.empty_like(q)
+            if count:
+                out[:count] = decode(q[:count], *self.pool[layer], length_B, table_BP)
+            prompts.attend(layer, q, out)
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
@@ -398,41 +413,45 @@ class FlashPages:
         for new, pool in zip((k, v), self.pool[layer]):
             pool.view(-1, *pool.shape[2:]).index_copy_(0, slots_N, new[0].transpose(0, 1))
 
-    def _decode(self, step: list) -> Tensor:
-        """One token of each request: (B, V) logits."""
-        B = next(size for size in GRAPH_SIZES if size >= len(step))
-        host = np.zeros((B, self.columns), np.int32)
-        host[:, 1] = 1
-        for row, (request, _) in zip(host, step):
+    def _inputs(self, step: list, rows: int) -> Tensor:
+        """(rows, columns) int32, on the host: of each request its last token, its length
+        and its page table. A row of no request has length 1 and page 0."""
+        inputs = np.zeros((rows, self.columns), np.int32)
+        inputs[:, 1] = 1
+        for row, (request, _) in zip(inputs, step):
             row[0], row[1] = request.ids[-1], len(request.ids)
             row[2:2 + len(request.pages)] = [page.index for page in request.pages]
-        host = torch.from_numpy(host)
+        return torch.from_numpy(inputs)
+
+    def _decode(self, step: list) -> Tensor:
+        """One token of each request: (B, V) logits."""
+        B = next(size for size in self.sizes if size >= len(step))
+        host = self._inputs(step, B)
         if not self.pool.is_cuda:  # without graphs, so that everything else has its tests
             return self._decode_batch(host)[:len(step)]
-        if B not in self.graphs:
-            self.graphs[B] = self._capture(host.to(self.pool.device))
         graph, inputs, logits_BV = self.graphs[B]
         inputs.copy_(host)
         graph.replay()
         return logits_BV[:len(step)]
 
-    def _capture(self, inputs: Tensor) -> tuple:
+    def _capture(self, B: int) -> None:
+        inputs = self._inputs([], B).to(self.pool.device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what the first call allocates must not be captured
             self._decode_batch(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        # Other threads may use the device meanwhile: thread_local.
+        with torch.cuda.graph(graph, self.memory, capture_error_mode="thread_local"):
             logits_BV = self._decode_batch(inputs)
         self.memory = graph.pool()
-        return graph, inputs, logits_BV
+        self.graphs[B] = (graph, inputs, logits_BV)
 
     def _decode_batch(self, inputs: Tensor) -> Tensor:
         """One token of each row of `inputs` (token, length, page table): (B, V) logits. A
         graph can be made of it, because the host looks at no value."""
-        B, size = len(inputs), self.pool.shape[3]
-        longest = (self.columns - 2) * size
+        size = self.pool.shape[3]
         ids_B, length_B = inputs[:, 0], inputs[:, 1].contiguous()
         table_BP = inputs[:, 2:].contiguous()
         pos_B = length_B.long() - 1
@@ -441,14 +460,7 @@ class FlashPages:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, slots_B, k, v)
-            # The G heads that share keys are G queries at the same position, so not causal.
-            K, G, E = k.shape[1], q.shape[1] // k.shape[1], k.shape[3]
-            q = q[0].transpose(0, 1).view(B, K, G, E).transpose(1, 2).reshape(B * G, K, E)
-            starts_B = torch.arange(B + 1, device=q.device, dtype=torch.int32) * G
-            out = varlen_attn(
-                q, *self.pool[layer], starts_B, starts_of(length_B), G, longest,
-                seqused_k=length_B, block_table=table_BP, num_splits=1)  # B*G K E
-            out = out.view(B, G, K, E).transpose(1, 2).reshape(B, K * G, E)
+            out = decode(q[0].transpose(0, 1), *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
         hidden_BD = self.model.hidden(ids_B[None], pos_B[None], attend)[0]

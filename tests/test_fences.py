@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOP = ("tree", "rlm", "repl", "tokenizer", "model", "sampler", "grpo", "train", "eval")
 FOLDERS = ("tasks", "runtime", "lab")
 OUTSIDE = {"torch", "tiktoken", "safetensors", "numpy", "tqdm"}
-OUTSIDE.add("regex")  # tiktoken brings it
+OUTSIDE |= {"regex", "triton"}  # tiktoken brings the one, torch for CUDA the other
 FILES = sorted(path for folder in ("", *FOLDERS, "tests")
                for path in (ROOT / folder).glob("*.py"))
 

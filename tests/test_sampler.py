@@ -1,7 +1,10 @@
 """The sampler: its tokens are those of a plain forward pass, whatever the schedule."""
 import asyncio
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -175,36 +178,104 @@ def test_same_key_same_tokens_whatever_the_order_and_the_batch(part, monkeypatch
     assert reused > 400 and compared > 20
 
 
-def slow_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, seqused_k, block_table, num_splits,
-                window_size=(-1, -1), enable_gqa=False):
-    """What the documentation of varlen_attn says about pages, one query at a time."""
-    assert num_splits == 1 and window_size in ((-1, -1), (-1, 0))
-    assert block_table.is_contiguous()
-    assert all(t.dtype == torch.int32 for t in (cu_q, cu_k, seqused_k, block_table))
-    assert enable_gqa or q.shape[1] == k.shape[2]
-    assert cu_k.tolist() == [0] + seqused_k.cumsum(0).tolist() and max_k >= max(seqused_k)
-    out = torch.full_like(q, float("nan"))
-    for b, (low, high) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:])):
-        used = int(seqused_k[b])
-        assert 0 < high - low <= max_q and used <= block_table.shape[1] * k.shape[1]
-        group = q.shape[1] // k.shape[2]
-        rows = (x[block_table[b].long()].flatten(0, 1)[:used] for x in (k, v))
-        keys, values = (x.repeat_interleave(group, 1) for x in rows)  # T H E
-        for i in range(low, high):
-            seen = used - (high - 1 - i) if window_size[1] == 0 else used
-            scores = torch.einsum("he,the->ht", q[i], keys[:seen]) * q.shape[2] ** -0.5
-            out[i] = torch.einsum("ht,the->he", scores.softmax(-1), values[:seen])
+def slow_decode(q, keys, values, lengths, tables):
+    """What the docstring of runtime.decode.decode says, one request at a time."""
+    assert lengths.dtype == tables.dtype == torch.int32 and tables.is_contiguous()
+    assert len(q) == len(lengths) == len(tables) and lengths.min() > 0
+    out = torch.empty_like(q)
+    group = q.shape[1] // keys.shape[2]
+    for b, n in enumerate(lengths.tolist()):
+        assert n <= tables.shape[1] * keys.shape[1]
+        rows = (x[tables[b].long()].flatten(0, 1)[:n].float() for x in (keys, values))
+        k, v = (x.repeat_interleave(group, 1) for x in rows)  # T H E
+        scores = torch.einsum("he,the->ht", q[b].float(), k) * q.shape[2] ** -0.5
+        out[b] = torch.einsum("ht,the->he", scores.softmax(-1), v).to(q.dtype)
     return out
 
 
 @pytest.fixture(params=["rows", "flash"])
 def attention(request, monkeypatch):
-    """Both ways to attend; the second with a kernel written from its documentation."""
+    """Both ways to attend; the second with a kernel written from its docstring."""
     if request.param == "flash":
-        monkeypatch.setattr(runtime.attention, "varlen_attn", slow_varlen)
+        monkeypatch.setattr(runtime.attention, "decode", slow_decode)
         monkeypatch.setattr(sampler_module, "attention_for",
                             lambda model: runtime.attention.FlashPages)
     return request.param
+
+
+IN_INTERPRETER = """
+import random, sys, torch
+import runtime.decode as kernels
+from test_sampler import slow_decode
+from runtime.decode import decode
+
+torch.manual_seed(0)
+rng = random.Random(0)
+for case in range(40):
+    kernels.BLOCK = 16
+    kernels.SPAN = rng.choice([16, 32, 64])
+    kernels.PROGRAMS = rng.choice([1, 5, 2048])
+    B, K, E = rng.randint(1, 4), rng.randint(1, 3), rng.choice([12, 16, 40])
+    H, S, C = K * rng.choice([1, 2, 3, 4]), rng.choice([1, 4, 16, 256]), rng.randint(1, 12)
+    dtype = rng.choice([torch.float32, torch.float16])
+    pages = 2 + B * C
+    keys, values = torch.randn(2, pages, S, K, E).to(dtype)
+    keys[0] = values[0] = float("nan")  # page 0 belongs to nobody
+    tables = 1 + torch.randperm(pages - 1)[:B * C].view(B, C).int()
+    lengths = torch.tensor([rng.randint(1, C * S) for _ in range(B)], dtype=torch.int32)
+    for row, n in zip(tables, lengths.tolist()):
+        row[-(-n // S):] = 0
+    q = torch.randn(B, H, E).to(dtype)
+    got = decode(q, keys, values, lengths, tables)
+    want = slow_decode(q, keys.nan_to_num(), values.nan_to_num(), lengths, tables)
+    gap = (got.float() - want.float()).abs().max().item()
+    assert gap < (1e-5 if dtype == torch.float32 else 2e-3), (case, gap)
+    # Neither the batch nor the number of programs changes a request's result.
+    kernels.PROGRAMS = 2048
+    alone = decode(q[-1:], keys, values, lengths[-1:], tables[-1:])
+    assert torch.equal(alone[0], got[-1]), case
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_for_cuda_is_what_it_says_in_the_interpreter():
+    pytest.importorskip("triton")
+    run_with_triton(IN_INTERPRETER, TRITON_INTERPRET="1")
+
+
+COMPILED = """
+import runtime.decode as kernels
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sizes = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
+types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables": "*i32",
+         "parts": "*fp32", "sums": "*fp32"}
+for kernel in (kernels.attend_spans, kernels.merge_spans):
+    names = kernel.arg_names
+    constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
+    signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")
+                 for name in names}
+    for capability in (80, 90):
+        source = ASTSource(kernel, signature, constants)
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_a_gpu_without_one():
+    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
+    pytest.importorskip("triton")
+    run_with_triton(COMPILED)
+
+
+def run_with_triton(code, **environment):
+    """In a process of its own: Triton reads its variables once."""
+    tests = Path(__file__).parent
+    path = f"{tests.parent}{os.pathsep}{tests}"
+    subprocess.run([sys.executable, "-c", code], cwd=tests.parent, check=True,
+                   env={**os.environ, "PYTHONPATH": path, **environment})
 
 
 @pytest.mark.parametrize("part", range(5))
