@@ -1,4 +1,4 @@
-"""Every claim of speed as a figure: `python -m lab.bench repl|sampler|train|step`.
+"""Every claim of speed as a figure: `python -m lab.bench repl|sampler|train|step|gpu`.
 
 Prints a table below a line that says what it was measured on; --json FILE writes it there,
 too. The docstring of each benchmark says how its figures are measured. A figure is the
@@ -30,8 +30,8 @@ from repl import REPL, Limits
 from rlm import RLMConfig
 from runtime import console, parallel
 from runtime.device import TYPES
-from runtime.files import write_json
-from runtime.plan import GIB, Plan, memory, of_run
+from runtime.files import read_json, write_json
+from runtime.plan import GIB, memory, of_run
 from runtime.repl_server import Handle
 from sampler import Sampler
 from train import PRETRAINED, Config, Trainer
@@ -156,15 +156,6 @@ def sampler(args: argparse.Namespace) -> tuple[Samples, str]:
     computed_tokens: positions that the sampler computed on the tree load.
     minimum_tokens: the least, each prefix whose keys are needed once.
     work_over_minimum: their ratio.
-
-    On a GPU (the shape of Qwen3-4B, bf16) also:
-    decode_roofline_share at B: of B sequences of about 1,000 tokens, the time in which 4.3
-        TB/s read weights and cache once, over that of a decode step.
-    prefill_matmul_share: operations per second on a prompt of 8,192 tokens, over those of
-        the product of two square bf16 matrices of 8,192.
-    greedy_agreement: of 128 greedy tokens after each of 8 prompts of 1,000, the share that
-        a plain forward pass ranks first, too.
-    logprob_gap: the mean difference between the two log-probabilities of these tokens.
     """
     from transformers import AutoModelForCausalLM
 
@@ -193,7 +184,7 @@ def sampler(args: argparse.Namespace) -> tuple[Samples, str]:
         converse_with_transformers(theirs, nodes)
 
     for load, name in ((uniform_load, "uniform"), (tree_load, "tree")):
-        if GPU:  # the first time captures CUDA graphs
+        if GPU:  # the first time compiles kernels
             sample(load(config))
         for _ in range(REPEATS):
             before = ours.stats["computed"]
@@ -209,11 +200,6 @@ def sampler(args: argparse.Namespace) -> tuple[Samples, str]:
     samples.add("computed_tokens", computed)
     samples.add("minimum_tokens", least)
     samples.add("work_over_minimum", computed / least)
-    if GPU:
-        del theirs
-        decode_rooflines(ours, model, samples)
-        prefill_share(ours, model, samples)
-        greedy_agreement(ours, model, samples)
     return samples, described(model)
 
 
@@ -321,55 +307,6 @@ def generate_all(sampler: Sampler, rows: list[list[int]], tokens: int, **options
     return asyncio.run(gather())
 
 
-def decode_rooflines(sampler, model, samples: Samples) -> None:
-    config, rng = model.config, random.Random(2)
-    weights = sum(w.numel() for w in model.parameters())  # a tied table is read as the head
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    for batch in (1, 16, 64):
-        for repeat in range(REPEATS + 1):
-            sampler.load(model)
-            rows = [random_ids(rng, 960, config) for _ in range(batch)]
-            generate_all(sampler, rows, 1)  # fills the cache: only decode steps follow
-            before = dict(sampler.stats)
-            generate_all(sampler, rows, 128)
-            steps = sampler.stats["steps"] - before["steps"] - 1  # the first is a prefill
-            seconds = sampler.stats["decode"] - before["decode"]
-            least = 2 * (weights + batch * 1024 * cached) / 4.3e12  # 2 bytes per number
-            if repeat:  # the first captures the CUDA graph
-                samples.add(f"decode_roofline_share at {batch}", least * steps / seconds)
-
-
-def prefill_share(sampler, model, samples: Samples) -> None:
-    config, rng, size = model.config, random.Random(3), 8192
-    weights = sum(w.numel() for w in model.parameters())
-    layers = weights - config.vocab_size * config.hidden_size  # logits are for one token
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    flops = 2 * layers * size + 2 * size ** 2 * width
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    for repeat in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        product = seconds_of(lambda: [a @ a for _ in range(20)]) / 20
-        row = random_ids(rng, size, config)
-        prefill = seconds_of(lambda: generate_all(sampler, [row], 1))
-        if repeat:
-            samples.add("prefill_matmul_share", flops / prefill / (2 * size ** 3 / product))
-
-
-def greedy_agreement(sampler, model, samples: Samples) -> None:
-    rng = random.Random(4)
-    rows = [random_ids(rng, 1000, model.config) for _ in range(8)]
-    agree, gaps = [], []
-    for row, done in zip(rows, generate_all(sampler, rows, 128, temperature=0)):
-        with torch.inference_mode():
-            ids = torch.tensor([row + list(done.ids)], device=model.device)  # 1 T
-            logits = model.lm_head(model.hidden(ids)[0, 999:-1]).float()  # N V
-            logprobs = logits.log_softmax(-1).gather(1, ids[0, 1000:, None])[:, 0]  # N
-        agree += (logits.argmax(-1) == ids[0, 1000:]).tolist()
-        gaps += [abs(x - y) for x, y in zip(logprobs.tolist(), done.logprobs)]
-    samples.add("greedy_agreement", statistics.mean(agree))
-    samples.add("logprob_gap", statistics.mean(gaps))
-
-
 # --- the update ---
 
 def train(args: argparse.Namespace) -> tuple[Samples, str]:
@@ -381,30 +318,17 @@ def train(args: argparse.Namespace) -> tuple[Samples, str]:
     of 5 nodes, with the same 600 tokens first and 150 of their own.
     Ours: packs of 8,192 tokens, logits of sampled tokens only, in chunks. transformers: 8
     rows at a time, padded to the longest, logits of all tokens at once. All tokens of the
-    rows count, but no padding.
+    rows count, but no padding. On the CPU, even where there is a GPU.
 
     equal_tokens_s, mixed_tokens_s, shared_tokens_s: tokens per second of our update.
     hf_equal_tokens_s, hf_mixed_tokens_s, hf_shared_tokens_s: the same of transformers.
     update_vs_transformers, packed_vs_padded, shared_vs_transformers: their ratio on equal,
         mixed and shared rows; they run one by one, in turn.
     computed_share: tokens that we compute on shared rows, over their distinct tokens.
-
-    The figures above are the CPU's even on a GPU. There also, with the shape of Qwen3-4B
-    and 16 rows of 4,096 tokens:
-    mfu: operations of an update of all weights, over 989 TFLOP/s times its seconds, the
-        optimizer's included. Counted are 6 per weight and token (of the head: per sampled
-        token) and causal attention, but nothing that is computed again.
-    update_tokens_s, lora_tokens_s: tokens per second of it; and with adapters of rank 16.
-    peak_gib, lora_peak_gib: the most memory allocated; adapters with layers recomputed.
-    plan_over_peak, lora_plan_over_peak: what runtime/plan.py says, no sampler, over it.
-    step_sample_s, step_update_s, step_sync_s: a step of 128 trees of the tree load, with
-        adapters: sampling without REPLs; the update from all nodes; the sampler's copy.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     samples, config = Samples("train"), SMALL
-    if GPU:
-        gpu_updates(QWEN3_4B, samples, row_tokens=4096, roots=128)
     torch.manual_seed(0)
     ours = Qwen3(config)
     raw = config.to_json(torch.float32)
@@ -489,71 +413,6 @@ def update(model, optimizer, rows: list, max_tokens: int) -> None:
         grpo.policy_loss(logprobs, entropies, pack, config)[0].backward()
     optimizer_step(model, optimizer)
 
-
-def gpu_updates(config: Qwen3Config, samples: Samples, row_tokens: int, roots: int) -> None:
-    """The figures of `train` that only a GPU has."""
-    parallel.World()
-    rng = random.Random(0)
-    rows = [make_row(random_ids(rng, row_tokens, config)) for _ in range(16)]
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    for rank, name, rate in ((0, "", "update_tokens_s"), (16, "lora_", "lora_tokens_s")):
-        plan = Plan(config, row_tokens, row_tokens, rank, 2, 0, recompute=rank > 0)
-        layers = plan.parameters[0] - plan.table_parameters
-        head = config.vocab_size * config.hidden_size
-        flops = sum(6 * len(row.ids) * layers + 6 * sum(row.mask) * head
-                    + 6 * len(row.ids) ** 2 * width for row in rows)
-
-        torch.cuda.reset_peak_memory_stats()
-        model = gpu_model(config, rank)
-        optimizer = adamw(model)
-        for repeat in range(REPEATS + 1):
-            seconds = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
-            if repeat:
-                samples.add(rate, len(rows) * row_tokens / seconds)
-                if rank == 0:
-                    samples.add("mfu", flops / seconds / 989e12)
-        peak, planned = torch.cuda.max_memory_allocated(), plan.need(sampling=False)
-        samples.add(f"{name}peak_gib", peak / GIB)
-        samples.add(f"{name}plan_over_peak", sum(planned.values()) / peak)
-        if rank == 0:
-            del model, optimizer  # before the next one is made
-
-    ours = Sampler(model, memory=0.5, batch=96)
-    for repeat in range(REPEATS + 1):
-        nodes = tree_load(config, roots, seed=repeat)
-        sync = seconds_of(lambda: ours.load(model))
-        sample = seconds_of(lambda: asyncio.run(converse(ours, nodes)))
-        rows = [make_row(node.ids) for node in with_children(nodes)]
-        learn = seconds_of(lambda: update(model, optimizer, rows, row_tokens))
-        if repeat:
-            samples.add("step_sample_s", sample)
-            samples.add("step_update_s", learn)
-            samples.add("step_sync_s", sync)
-
-
-def gpu_model(config: Qwen3Config, rank: int) -> Qwen3:
-    """Random weights: float32 and sharded; or with adapters, bfloat16 and frozen."""
-    with torch.device("meta"):
-        model = Qwen3(config)
-    model.to(torch.bfloat16 if rank else torch.float32)
-    if rank == 0:
-        parallel.shard(model, torch.bfloat16)
-    model.to_empty(device="cuda")
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model["embed_tokens"].weight
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.normal_(std=0.02)
-            else:
-                weight.fill_(1)
-    if rank:
-        model.add_lora(rank, 32.0)
-        model.recompute = True
-    return model
-
-
-# --- a step ---
 
 def step(args: argparse.Namespace) -> tuple[Samples, str]:
     """A step of GRPO, beside one of TRL's GRPOTrainer. The same weights, all trained.
@@ -718,6 +577,75 @@ def parts_of_step(began: float, sampled: float, scored: float, ended: float) -> 
             "update_s": ended - scored, "step_s": ended - began}
 
 
+# --- a GPU ---
+
+def gpu(args: argparse.Namespace) -> tuple[Samples, str]:
+    """All that only a GPU can measure, in less than ten minutes. Random weights.
+
+    The shape of Qwen3-4B, in bfloat16. Each part is a process of its own with a time limit;
+    if one fails, its last line is printed, and the others go on. lab/gpu.py has them.
+
+    packs_gap: largest difference of attention over packs that share prefixes, in bfloat16,
+        to that of single rows, in float32; a value is of the order of 1.
+    pages_in_place: 1 if the sampler has its path for GPUs.
+    greedy_agreement: of 128 greedy tokens after each of 8 prompts of 1,000, the share that
+        a plain forward pass ranks first, too.
+    logprob_gap: the mean difference between the two log-probabilities of these tokens.
+    read_gb_s: GB that the card reads in a second, of 2 GiB that are summed.
+    graphs_s: seconds in which the sampler captures its CUDA graphs.
+    decode_roofline_share at B x T: the time in which the card reads the weights and the
+        cache of B requests of T tokens once, over that of a decode step.
+    decode_tokens_s at B x T: tokens per second of all B together.
+    prefill_tokens_s: of a prompt of 8,192 tokens.
+    prefill_matmul_share: its operations per second, over those of the product of two square
+        matrices of 8,192.
+    update_tokens_s, lora_update_tokens_s: of an update from 16 rows of 4,096 tokens, of all
+        weights and of adapters of rank 16, clipping and AdamW included.
+    mfu: operations of an update of all weights, over 989 TFLOP/s times its seconds. Counted
+        are 6 per weight and token (of the head: per sampled token) and causal attention,
+        but nothing that is computed again.
+    recomputed, lora_recomputed: 1 if layers are computed again in the backward pass, which
+        is when the plan has no room for their activations; with adapters always.
+    peak_gib, lora_peak_gib: the most memory allocated.
+    plan_over_peak, lora_plan_over_peak: what runtime/plan.py says, without a sampler, over
+        it.
+    refresh_s: the sampler's copy of all weights.
+    step_sample_s, step_update_s: a step with adapters from 64 trees of the load of
+        `sampler`: sampling without REPLs, and an update from all their nodes.
+    """
+    from lab.gpu import PARTS
+
+    if not GPU:
+        sys.exit("lab.bench gpu needs a CUDA GPU, and there is none")
+    samples = Samples("gpu")
+    run_parts({part.__name__: limit for part, limit in PARTS.items()}, samples)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return samples, (f"{torch.cuda.get_device_name()}, {total / GIB:.0f} GiB, torch "
+                     f"{torch.__version__}")
+
+
+def run_parts(parts: dict[str, int], samples: Samples) -> None:
+    """Run parts of lab/gpu.py, each for at most so many seconds, and collect what they
+    measured; say of each that fails how it ended."""
+    with tempfile.TemporaryDirectory() as path:
+        for name, limit in parts.items():
+            file = os.path.join(path, f"{name}.json")
+            command = [sys.executable, "-m", "lab.gpu", name, file]
+            try:
+                done = subprocess.run(command, stderr=subprocess.PIPE, text=True,
+                                      timeout=limit)
+                status = done.returncode
+                last = (done.stderr.strip().splitlines() or [""])[-1]
+            except subprocess.TimeoutExpired:
+                status, last = 1, f"not done after {limit} s"
+            if status:
+                print(f"{name} failed: {last or f'exit status {status}'}", flush=True)
+            if os.path.exists(file):
+                for figure, values in read_json(file).items():
+                    for value in values:
+                        samples.add(figure, value)
+
+
 # --- the table ---
 
 def short(value: float) -> str:
@@ -744,7 +672,7 @@ def machine() -> str:
             f"{os.getloadavg()[0]:.1f}")
 
 
-BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train, "step": step}
+BENCHMARKS = {"repl": repl, "sampler": sampler, "train": train, "step": step, "gpu": gpu}
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

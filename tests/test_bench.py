@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from conftest import command
-from lab import bench
+from lab import bench, gpu
 from model import Qwen3, Qwen3Config
 
 
@@ -40,3 +40,58 @@ def test_without_trl_there_is_one_line(monkeypatch):
     message = command(bench, monkeypatch, "step")
     assert "trl" in message and "requirements-lab.txt" in message
     assert "\n" not in message
+
+
+TINY = Qwen3Config(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize("part, changes, figures", [
+    (gpu.attention, {"rows": 4}, "packs_gap pages_in_place greedy_agreement logprob_gap"),
+    (gpu.decode, {"loads": ((1, 20), (2, 30))},
+     "read_gb_s graphs_s decode_roofline_share decode_tokens_s"),
+    (gpu.prefill, {"size": 64}, "prefill_tokens_s prefill_matmul_share"),
+    (gpu.update_lora, {"tokens": 64}, "lora_update_tokens_s lora_recomputed lora_peak_gib "
+                                      "lora_plan_over_peak"),
+    (gpu.step, {"roots": 1}, "step_sample_s step_update_s")])
+def test_the_parts_for_a_gpu_measure_what_their_help_names(part, changes, figures):
+    """On a CPU, and a tiny model: what they say there is no measure of anything."""
+    samples = bench.Samples("test")
+    part(samples, config=TINY, **changes)
+    assert {name.partition(" at ")[0] for name in samples} == set(figures.split())
+    assert all(f"    {name}" in bench.gpu.__doc__ or f", {name}" in bench.gpu.__doc__
+               for name in figures.split())
+    if part is gpu.attention:
+        assert max(samples["packs_gap"]) < 0.05 and samples["greedy_agreement"][0] > 0.9
+
+
+def test_a_part_that_fails_is_named_and_keeps_its_figures(monkeypatch, capsys, tmp_path):
+    parts = tmp_path / "lab"
+    parts.mkdir()
+    (parts / "__init__.py").touch()
+    (parts / "gpu.py").write_text("""if True:
+        import json, sys, time
+        name, path = sys.argv[1:]
+        json.dump({name: [1.0, 2.0]}, open(path, "w"))
+        if name == "slow":
+            time.sleep(60)
+        if name == "broken":
+            raise RuntimeError("out of memory")
+    """)
+    monkeypatch.chdir(tmp_path)
+    samples = bench.Samples("test")
+    bench.run_parts({"broken": 20, "slow": 3, "good": 20}, samples)
+    assert samples == {"broken": [1, 2], "slow": [1, 2], "good": [1, 2]}
+    assert capsys.readouterr().out.splitlines() == [
+        "broken failed: RuntimeError: out of memory", "slow failed: not done after 3 s"]
+
+
+def test_their_time_limits_are_less_than_ten_minutes_together():
+    assert sum(gpu.PARTS.values()) < 600
+
+
+def test_without_a_gpu_there_is_one_line(monkeypatch):
+    monkeypatch.setattr(bench, "GPU", False)
+    assert command(bench, monkeypatch, "gpu") == (
+        "lab.bench gpu needs a CUDA GPU, and there is none")
