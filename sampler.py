@@ -23,7 +23,7 @@ order of arrival, nor the batch, nor a preemption changes what is sampled.
 
 Left out: swapping pages to the host, speculative decoding, priorities, several devices.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
-prefill (2308.16369). Shapes: B requests, V vocabulary; more in runtime/attention.py.
+prefill (2308.16369). Shapes: B requests, V vocabulary; more in runtime/pages.py.
 """
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from model import Qwen3
-from runtime.attention import attention_for, new_pool
+from runtime.pages import attention_for, new_pool
 from runtime.parallel import is_sharded
 from runtime.threads import suited_to
 from tree import Completion

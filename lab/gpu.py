@@ -19,9 +19,10 @@ from lab.bench import (
     tree_load, update, with_children)
 from model import Qwen3, Qwen3Config
 from runtime import console, parallel
-from runtime.attention import PackedRows, attention_for
+from runtime.attention import PackedRows
 from runtime.device import DEVICE, memory_used
 from runtime.files import write_json
+from runtime.pages import attention_for
 from runtime.plan import GIB, Plan, memory
 from sampler import Sampler
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.attention
+import runtime.pages
 import runtime.threads
 import sampler as sampler_module
 from model import Qwen3, Qwen3Config
@@ -197,9 +197,9 @@ def slow_decode(q, keys, values, lengths, tables):
 def attention(request, monkeypatch):
     """Both ways to attend; the second with a kernel written from its docstring."""
     if request.param == "flash":
-        monkeypatch.setattr(runtime.attention, "decode", slow_decode)
+        monkeypatch.setattr(runtime.pages, "decode", slow_decode)
         monkeypatch.setattr(sampler_module, "attention_for",
-                            lambda model: runtime.attention.FlashPages)
+                            lambda model: runtime.pages.FlashPages)
     return request.param
 
 
@@ -287,6 +287,7 @@ def test_200_random_schedules_equal_full_forwards_and_leave_no_page_behind(
     for seed in range(40 if attention == "rows" else 10):
         rng = random.Random(1000 * part + seed)
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
+        monkeypatch.setattr(runtime.pages, "STEM", random.Random(seed).choice([1, 4, 64]))
         page = rng.choice([1, 2, 4, 8])
         sampler = make(batch=rng.randint(1, 8), page=page,
                        tokens=-(-WINDOW // page) * page + rng.choice([0, 0, 0, page, 500]))
@@ -894,9 +895,11 @@ def test_10_000_requests_through_a_small_pool_leave_the_process_where_it_was():
 
 def test_the_rows_are_never_larger_than_the_pool(monkeypatch):
     """One long conversation beside many short ones: were all rows as long, they would take
-    many times the pool. What is sampled stays the same."""
+    many times the pool. Stems count as well. What is sampled stays the same."""
     held = []
     prompts = [[1] * (WINDOW - 30)] + [[i, i + 1] for i in range(2, 14)]
+    prompts += [[3, 4, 5, 6, 7, 8, 9, 10, i] for i in range(3)]
+    monkeypatch.setattr(runtime.pages, "STEM", 8)
 
     async def main(tokens):
         sampler = make(tokens=tokens, batch=16, page=4)
@@ -904,14 +907,18 @@ def test_the_rows_are_never_larger_than_the_pool(monkeypatch):
 
         def watched(step):
             result = forward(step)
-            held.append(sampler.attention.rows.numel() / sampler.pool.numel())
+            rows = sampler.attention
+            stems = {stem for stem in rows.stems.values() if stem}
+            numbers = rows.rows.numel() + sum(stem.cache.numel() for stem in stems)
+            held.append((numbers / sampler.pool.numel(), len(stems)))
             return result
 
         monkeypatch.setattr(sampler.attention, "forward", watched)
-        done = await gather(*(sampler.generate(ids, 20, key=(ids[0],)) for ids in prompts))
+        done = await gather(*(sampler.generate(ids, 20, key=tuple(ids)) for ids in prompts))
         return [got.ids for got in done]
 
     want = asyncio.run(main(8192))
     held.clear()
-    assert asyncio.run(main(13 * 24 + WINDOW)) == want
-    assert 0 < max(held) <= 1
+    assert asyncio.run(main(16 * 24 + WINDOW)) == want
+    shares, stems = zip(*held)
+    assert 0 < max(shares) <= 1 and max(stems) == 1
