@@ -265,8 +265,8 @@ class GatheredRows:
         return [movers.pop() if pair is None else pair for pair in order]
 
     def _make_room(self, count: int, length: int, most: int) -> None:
-        """For `count` rows of `length` tokens, and for more, to copy rarely. All rows have at
-        most `most` tokens together."""
+        """For `count` rows of `length` tokens, and for more, to copy rarely. All rows
+        have at most `most` tokens together."""
         L, _, B, K, T, E = self.rows.shape
         if count <= B and length <= T and B * T <= most:
             return
