@@ -46,6 +46,7 @@ QWEN3_4B = Qwen3Config(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 REPEATS = 3  # samples of what takes long
 UPDATE_TOKENS = 8192  # of a micro-batch
+LAST_LINES = 12  # of a traceback: an error may have some of advice
 ANSWER, OBSERVATION = 64, 200  # tokens of a sampled turn, and of what follows it
 
 
@@ -54,6 +55,7 @@ class Samples(dict):
 
     def __init__(self, title: str):
         super().__init__()
+        self.failed = []  # names of parts
         self.bar = tqdm(desc=title, unit=" samples", leave=False, disable=None)
 
     def add(self, name: str, value: float) -> None:
@@ -583,7 +585,8 @@ def gpu(args: argparse.Namespace) -> tuple[Samples, str]:
     """All that only a GPU can measure, in less than ten minutes. Random weights.
 
     The shape of Qwen3-4B, in bfloat16. Each part is a process of its own with a time limit;
-    if one fails, its last line is printed, and the others go on. lab/gpu.py has them.
+    if one fails, its last lines are printed, the others go on, and the exit status is 1.
+    With --json FILE what was measured is written after each part. lab/gpu.py has the parts.
 
     packs_gap: largest difference of attention over packs that share prefixes, in bfloat16,
         to that of single rows, in float32; a value is of the order of 1.
@@ -592,10 +595,10 @@ def gpu(args: argparse.Namespace) -> tuple[Samples, str]:
         a plain forward pass ranks first, too.
     logprob_gap: the mean difference between the two log-probabilities of these tokens.
     read_gb_s: GB that the card reads in a second, of 2 GiB that are summed.
-    graphs_s: seconds in which the sampler captures its CUDA graphs.
+    make_s: seconds in which a sampler is made: its pool, its kernels, its CUDA graphs.
     decode_roofline_share at B x T: the time in which the card reads the weights and the
         cache of B requests of T tokens once, over that of a decode step.
-    decode_tokens_s at B x T: tokens per second of all B together.
+    decode_tokens_s at B x T: tokens per second of all B together, in the steps alone.
     prefill_tokens_s: of a prompt of 8,192 tokens.
     prefill_matmul_share: its operations per second, over those of the product of two square
         matrices of 8,192.
@@ -618,32 +621,36 @@ def gpu(args: argparse.Namespace) -> tuple[Samples, str]:
     if not GPU:
         sys.exit("lab.bench gpu needs a CUDA GPU, and there is none")
     samples = Samples("gpu")
-    run_parts({part.__name__: limit for part, limit in PARTS.items()}, samples)
+    for part, limit in PARTS.items():
+        run_part(part.__name__, limit, samples)
+        if args.json:
+            write_json(args.json, samples)
     total = torch.cuda.get_device_properties(0).total_memory
     return samples, (f"{torch.cuda.get_device_name()}, {total / GIB:.0f} GiB, torch "
                      f"{torch.__version__}")
 
 
-def run_parts(parts: dict[str, int], samples: Samples) -> None:
-    """Run parts of lab/gpu.py, each for at most so many seconds, and collect what they
-    measured; say of each that fails how it ended."""
+def run_part(name: str, limit: int, samples: Samples) -> None:
+    """Run a part of lab/gpu.py for at most so many seconds, and collect what it measured.
+    If it fails, say how."""
     with tempfile.TemporaryDirectory() as path:
-        for name, limit in parts.items():
-            file = os.path.join(path, f"{name}.json")
-            command = [sys.executable, "-m", "lab.gpu", name, file]
+        file, errors = Path(path, "samples.json"), Path(path, "stderr")
+        with open(errors, "w", encoding="utf-8") as stderr:
+            command = [sys.executable, "-m", "lab.gpu", name, str(file)]
             try:
-                done = subprocess.run(command, stderr=subprocess.PIPE, text=True,
-                                      timeout=limit)
-                status = done.returncode
-                last = (done.stderr.strip().splitlines() or [""])[-1]
+                status = subprocess.run(command, stderr=stderr, timeout=limit).returncode
+                how = f"exit status {status}"
             except subprocess.TimeoutExpired:
-                status, last = 1, f"not done after {limit} s"
-            if status:
-                print(f"{name} failed: {last or f'exit status {status}'}", flush=True)
-            if os.path.exists(file):
-                for figure, values in read_json(file).items():
-                    for value in values:
-                        samples.add(figure, value)
+                status, how = 1, f"not done after {limit} s"
+        if status:
+            samples.failed.append(name)
+            print(f"{name} failed: {how}", flush=True)
+            for line in errors.read_text(encoding="utf-8").splitlines()[-LAST_LINES:]:
+                print(f"    {line}", flush=True)
+        if file.exists():
+            for figure, values in read_json(file).items():
+                for value in values:
+                    samples.add(figure, value)
 
 
 # --- the table ---
@@ -688,7 +695,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
                             help=f"{text} (default {value})")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, function in BENCHMARKS.items():
@@ -707,7 +714,8 @@ def main() -> None:
     samples, how = BENCHMARKS[args.name](args)
     samples.bar.close()
     print(f"{args.name}: {how}\non {where}\n")
-    print(f"{'':28}{'median':>10}{'quartiles':>22}{'n':>5}")
+    width = max(map(len, samples), default=0)
+    print(f"{'':{width}}{'median':>10}{'quartiles':>22}{'n':>5}")
     report = {"benchmark": args.name, "how": how, "machine": where}
     report |= {"quartiles": {}, "n": {}}
     for name, values in samples.items():
@@ -722,9 +730,10 @@ def main() -> None:
         report["quartiles"][name] = [low, high]
         report["n"][name] = len(values)
         spread = f"{short(low)} to {short(high)}"
-        print(f"{name:28}{short(middle):>10}{spread:>22}{len(values):>5}")
+        print(f"{name:{width}}{short(middle):>10}{spread:>22}{len(values):>5}")
     if args.json:
         write_json(args.json, report)
+    return 1 if samples.failed else 0
 
 
 if __name__ == "__main__":

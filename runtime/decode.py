@@ -2,9 +2,10 @@
 
 A few requests with one query each are too little work for a GPU, unless their keys are cut
 into parts that are attended to side by side (flash decoding). Here the parts are spans of
-SPAN tokens, whatever else is in the batch. So a long request has the whole card, and its
-result does not depend on the others. `attend_spans` computes the attention over each span,
-`merge_spans` the mean of a request's spans, weighted by the sums of their exponentials.
+SPAN tokens, whatever else is in the batch. So a long request alone has the whole card, and
+the result of each does not depend on the others. `attend_spans` computes the attention over
+each span, `merge_spans` the mean of a request's spans, weighted by the sums of their
+exponentials.
 
 The lengths are not needed on the host, so that a CUDA graph can be made of it. With
 TRITON_INTERPRET=1 it runs on a CPU, slowly. Left out: several queries of a request, which
@@ -21,6 +22,7 @@ from torch import Tensor
 SPAN = 256  # tokens of a span
 BLOCK = 64  # tokens, and in merging spans, that are read at once
 PROGRAMS = 2048  # that fill a card; each takes every n-th span of a request
+LEAST = 16  # programs of a request and key head, for a long one among many short ones
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor,
@@ -34,9 +36,9 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor,
     parts = torch.empty(B, H, spans, E, dtype=torch.float32, device=q.device)
     sums = torch.empty(B, H, spans, dtype=torch.float32, device=q.device)
     out = torch.empty(B, H, E, dtype=q.dtype, device=q.device)
-    wide = triton.next_power_of_2(E)
-    heads = max(16, triton.next_power_of_2(H // K))  # tl.dot takes no fewer
-    at_once = min(spans, triton.cdiv(PROGRAMS, B * K))
+    wide = max(16, triton.next_power_of_2(E))  # tl.dot takes no less
+    heads = max(16, triton.next_power_of_2(H // K))
+    at_once = min(spans, max(LEAST, triton.cdiv(PROGRAMS, B * K)))
     attend_spans[(B, K, at_once)](
         q.contiguous(), keys, values, lengths, tables, parts, sums, E ** -0.5, C, spans,
         H, K, E, S, heads, wide, SPAN, BLOCK)
@@ -57,7 +59,7 @@ def attend_spans(q, keys, values, lengths, tables, parts, sums, scale, C, spans,
     G: tl.constexpr = H // K
     g = tl.arange(0, HEADS)
     e = tl.arange(0, WIDE)
-    head = b * H + k * G + g  # HEADS
+    head = (b * H + k * G + g).to(tl.int64)  # HEADS
     is_head = (g < G)[:, None] & (e < E)[None, :]  # HEADS WIDE
     query = tl.load(q + head[:, None] * E + e[None, :], is_head, 0.0)
 
@@ -93,7 +95,7 @@ def attend_spans(q, keys, values, lengths, tables, parts, sums, scale, C, spans,
 def merge_spans(parts, sums, lengths, out, spans, H: tl.constexpr, E: tl.constexpr,
                 WIDE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """One request and head: the mean of its spans."""
-    head = tl.program_id(0) * H + tl.program_id(1)
+    head = (tl.program_id(0) * H + tl.program_id(1)).to(tl.int64)
     count = tl.cdiv(tl.load(lengths + tl.program_id(0)), SPAN)
     e = tl.arange(0, WIDE)
     top = tl.full([1], -float("inf"), tl.float32)

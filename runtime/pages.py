@@ -156,7 +156,8 @@ class GatheredRows:
     def reset(self) -> None:
         L, _, _, _, K, E = self.pool.shape
         self.rows = self.pool.new_zeros(L, 2, 0, K, 0, E)  # L 2 B K T E
-        self.held = []  # for each row: the request, its stem, tokens that the row has
+        # For each row: the request, the last page of its stem, how far it is computed.
+        self.held = []
         self.stems = {}  # request -> its stem, or None
 
     def forward(self, step: list) -> tuple[list, Tensor]:
@@ -223,27 +224,34 @@ class GatheredRows:
         self._make_room(len(decoding), longest, room)
         for row, (request, _) in enumerate(decoding):
             stem = self.stems[request]
-            if self.held[row] != (request, stem, request.computed):
+            last = stem and stem.last
+            if self.held[row] != (request, last, request.computed):
                 self._gather(row, request)
-            self.held[row] = (request, stem, request.computed + 1)
+            self.held[row] = (request, last, request.computed + 1)
         return decoding, [pair for pair in step if pair not in decoding]
 
     def _find_stems(self, requests: list) -> None:
         """A request keeps its stem as long as it decodes. One without looks for the pages
-        that it shares with others just now."""
+        that it shares with others just now. Stems take half of the room at most: if they
+        begin alike, each has the beginning."""
         size = self.pool.shape[3]
         known = {request: self.stems.get(request) for request in requests}
         by_page = {stem.last: stem for stem in known.values() if stem}
+        room = self.pool.shape[2] * size // 2
+        room -= sum(stem.tokens for stem in by_page.values())
         for request in requests:
             if known[request] or self.pool.is_cuda:
                 continue
             shared = list(takewhile(lambda page: page.users > 1,
                                     request.pages[:request.computed // size]))
-            if len(shared) * size >= STEM:
-                last = shared[-1]
-                if last not in by_page:
-                    by_page[last] = Stem(shared, self.pool)
-                known[request] = by_page[last]
+            tokens = len(shared) * size
+            if tokens < STEM:
+                continue
+            if shared[-1] not in by_page and tokens <= room:
+                by_page[shared[-1]] = Stem(shared, self.pool)
+                room -= tokens
+            longest = (by_page[page] for page in reversed(shared) if page in by_page)
+            known[request] = next(longest, None)
         self.stems = known
 
     def _own(self, request) -> int:
@@ -283,8 +291,9 @@ class GatheredRows:
 
     def _gather(self, row: int, request) -> None:
         begin, end = request.computed + 1 - self._own(request), request.computed
-        table = page_table(request, end, self.pool.shape[3])
-        seen = self.pool[:, :, table].flatten(2, 3)[:, :, begin:end]  # L 2 n K E
+        size = self.pool.shape[3]
+        table = page_table(request, end, size)[begin // size:]  # a stem ends with a page
+        seen = self.pool[:, :, table].flatten(2, 3)[:, :, :end - begin]  # L 2 n K E
         self.rows[:, :, row, :, :end - begin] = seen.transpose(2, 3)
 
     def _mask(self, place_B: Tensor) -> Tensor:
@@ -336,6 +345,7 @@ class FlashPages:
         enough = next((size for size in GRAPH_SIZES if size >= batch), GRAPH_SIZES[-1])
         self.sizes = [size for size in GRAPH_SIZES if size <= enough]
         if pool.is_cuda:
+            self.stream = torch.cuda.Stream()  # one for all: each has a workspace of cuBLAS
             with torch.inference_mode():
                 for size in reversed(self.sizes):
                     self._capture(size)
@@ -397,14 +407,13 @@ class FlashPages:
 
     def _capture(self, B: int) -> None:
         inputs = self._inputs([], B).to(self.pool.device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what the first call allocates must not be captured
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # the first call compiles and allocates more
             self._decode_batch(inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: thread_local.
-        with torch.cuda.graph(graph, self.memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self.memory, self.stream, "thread_local"):
             logits_BV = self._decode_batch(inputs)
         self.memory = graph.pool()
         self.graphs[B] = (graph, inputs, logits_BV)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from runtime.attention import varlen_attn
+from runtime.pages import decode
 from runtime.device import DEVICE, TYPES
 from runtime.files import readable
 
@@ -113,7 +113,7 @@ class Plan:
         """Whether the cache is there twice, for want of a kernel that reads its pages. The
         GPUs of another machine are taken to have it."""
         here = self.device == DEVICE
-        return self.device == "cpu" or (here and varlen_attn is None)
+        return self.device == "cpu" or (here and decode is None)
 
     @property
     def casts(self) -> bool:

@@ -1,5 +1,8 @@
 """What is measured is the real thing: the bench of a step runs train.py's own code."""
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +53,7 @@ TINY = Qwen3Config(
 @pytest.mark.parametrize("part, changes, figures", [
     (gpu.attention, {"rows": 4}, "packs_gap pages_in_place greedy_agreement logprob_gap"),
     (gpu.decode, {"loads": ((1, 20), (2, 30))},
-     "read_gb_s graphs_s decode_roofline_share decode_tokens_s"),
+     "read_gb_s make_s decode_roofline_share decode_tokens_s"),
     (gpu.prefill, {"size": 64}, "prefill_tokens_s prefill_matmul_share"),
     (gpu.update_lora, {"tokens": 64}, "lora_update_tokens_s lora_recomputed lora_peak_gib "
                                       "lora_plan_over_peak"),
@@ -66,6 +69,25 @@ def test_the_parts_for_a_gpu_measure_what_their_help_names(part, changes, figure
         assert max(samples["packs_gap"]) < 0.05 and samples["greedy_agreement"][0] > 0.9
 
 
+ALL_WEIGHTS = """
+from lab import bench, gpu
+from test_bench import TINY
+
+samples = bench.Samples("test")
+gpu.update_all(samples, config=TINY, tokens=64)
+names = "update_tokens_s mfu recomputed peak_gib plan_over_peak refresh_s"
+assert set(samples) == set(names.split()), samples
+"""
+
+
+def test_the_part_that_shards_its_weights():
+    """In a process of its own, because it joins a process group."""
+    tests = Path(__file__).parent
+    path = f"{tests.parent}{os.pathsep}{tests}"
+    subprocess.run([sys.executable, "-c", ALL_WEIGHTS], cwd=tests.parent, check=True,
+                   env={**os.environ, "PYTHONPATH": path})
+
+
 def test_a_part_that_fails_is_named_and_keeps_its_figures(monkeypatch, capsys, tmp_path):
     parts = tmp_path / "lab"
     parts.mkdir()
@@ -75,20 +97,25 @@ def test_a_part_that_fails_is_named_and_keeps_its_figures(monkeypatch, capsys, t
         name, path = sys.argv[1:]
         json.dump({name: [1.0, 2.0]}, open(path, "w"))
         if name == "slow":
+            print("what it said before", file=sys.stderr, flush=True)
             time.sleep(60)
         if name == "broken":
-            raise RuntimeError("out of memory")
+            raise RuntimeError("out of memory\\nsome advice")
     """)
     monkeypatch.chdir(tmp_path)
     samples = bench.Samples("test")
-    bench.run_parts({"broken": 20, "slow": 3, "good": 20}, samples)
+    for name, limit in {"broken": 20, "slow": 3, "good": 20}.items():
+        bench.run_part(name, limit, samples)
     assert samples == {"broken": [1, 2], "slow": [1, 2], "good": [1, 2]}
-    assert capsys.readouterr().out.splitlines() == [
-        "broken failed: RuntimeError: out of memory", "slow failed: not done after 3 s"]
+    assert samples.failed == ["broken", "slow"]
+    said = capsys.readouterr().out.splitlines()
+    assert "broken failed: exit status 1" in said
+    assert "    RuntimeError: out of memory" in said and "    some advice" in said
+    assert said[-2:] == ["slow failed: not done after 3 s", "    what it said before"]
 
 
 def test_their_time_limits_are_less_than_ten_minutes_together():
-    assert sum(gpu.PARTS.values()) < 600
+    assert sum(gpu.PARTS.values()) < 570
 
 
 def test_without_a_gpu_there_is_one_line(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -922,3 +923,42 @@ def test_the_rows_are_never_larger_than_the_pool(monkeypatch):
     assert asyncio.run(main(16 * 24 + WINDOW)) == want
     shares, stems = zip(*held)
     assert 0 < max(shares) <= 1 and max(stems) == 1
+
+
+def test_stems_that_begin_alike_leave_room_for_the_rows(monkeypatch):
+    """Twelve questions under one prompt, in a pool that holds each token once: with stems
+    for all questions no row would fit. Now half of the requests have one. And no stem
+    outlives its requests."""
+    monkeypatch.setattr(runtime.pages, "STEM", 8)
+    prompts = [[1] * 24 + [question] * 8 + [i] for question in range(2, 14) for i in (2, 3)]
+    rows_of, stems_of, alive = [], [], weakref.WeakSet()
+
+    class Watched(runtime.pages.Stem):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+
+    monkeypatch.setattr(runtime.pages, "Stem", Watched)
+
+    async def main():
+        sampler = make(tokens=24 + 12 * 8 + 24 * 12, batch=24, page=4)
+        arrange = sampler.attention._arrange
+
+        def watched(step):
+            decoding, others = arrange(step)
+            if all(n == 1 for _, n in step) and len(step) == 24:
+                rows_of.append(len(decoding))
+            tokens = sampler.pool.shape[2] * sampler.pool.shape[3]
+            stems_of.append(sum(stem.tokens for stem in alive) / tokens)
+            return decoding, others
+
+        monkeypatch.setattr(sampler.attention, "_arrange", watched)
+        done = await gather(*(sampler.generate(ids, 8, temperature=0) for ids in prompts))
+        await sampler.generate([5, 6, 7], 3)
+        assert not alive
+        return [got.ids for got in done]
+
+    got = asyncio.run(main())
+    assert rows_of and min(rows_of) >= 12 and 0 < max(stems_of) <= 0.5
+    for i in (0, 7, 23):
+        assert got[i] == naive_greedy(MODEL, prompts[i], 8)[0]
