@@ -237,8 +237,8 @@ class GatheredRows:
         size = self.pool.shape[3]
         known = {request: self.stems.get(request) for request in requests}
         by_page = {stem.last: stem for stem in known.values() if stem}
-        room = self.pool.shape[2] * size // 2
-        room -= sum(stem.tokens for stem in by_page.values())
+        half = self.pool.shape[2] * size // 2
+        room = half - sum(stem.tokens for stem in by_page.values())
         for request in requests:
             if known[request] or self.pool.is_cuda:
                 continue
@@ -248,8 +248,9 @@ class GatheredRows:
             if tokens < STEM:
                 continue
             if shared[-1] not in by_page and tokens <= room:
-                by_page[shared[-1]] = Stem(shared, self.pool)
                 room -= tokens
+                self._make_room(0, 0, half + room)
+                by_page[shared[-1]] = Stem(shared, self.pool)
             longest = (by_page[page] for page in reversed(shared) if page in by_page)
             known[request] = next(longest, None)
         self.stems = known
@@ -305,7 +306,8 @@ class GatheredRows:
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple:
     """One query per head and row (B, H, E), keys and values (B, K, T, E): (B, H, E), and on
-    a CPU the logarithms of the sums of the exponentials, (B, H) float32."""
+    a CPU the logarithms of the sums of the exponentials, (B, H) float32. It is what SDPA
+    calls there; but SDPA does not say the sums."""
     B, H, E = q.shape
     q = q.view(B, keys.shape[1], -1, E)  # heads that share keys are queries at one position
     if q.is_cuda:

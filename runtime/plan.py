@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from runtime.pages import decode
 from runtime.device import DEVICE, TYPES
 from runtime.files import readable
+from runtime.pages import decode
 
 LOGITS_BYTES = 1 << 27  # float32 logits that Qwen3.logprobs holds at a time
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length

@@ -58,8 +58,10 @@ TINY = Qwen3Config(
     (gpu.update_lora, {"tokens": 64}, "lora_update_tokens_s lora_recomputed lora_peak_gib "
                                       "lora_plan_over_peak"),
     (gpu.step, {"roots": 1}, "step_sample_s step_update_s")])
-def test_the_parts_for_a_gpu_measure_what_their_help_names(part, changes, figures):
+def test_the_parts_for_a_gpu_measure_what_their_help_names(
+        part, changes, figures, monkeypatch):
     """On a CPU, and a tiny model: what they say there is no measure of anything."""
+    monkeypatch.setattr(gpu, "REPEATS", 1)
     samples = bench.Samples("test")
     part(samples, config=TINY, **changes)
     assert {name.partition(" at ")[0] for name in samples} == set(figures.split())

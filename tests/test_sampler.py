@@ -925,6 +925,28 @@ def test_the_rows_are_never_larger_than_the_pool(monkeypatch):
     assert 0 < max(shares) <= 1 and max(stems) == 1
 
 
+def test_a_stem_waits_until_the_rows_have_left_it_room(monkeypatch):
+    """The rows of an earlier wave fill the pool when the next one makes its first stem."""
+    monkeypatch.setattr(runtime.pages, "STEM", 8)
+    used = []
+
+    async def main():
+        sampler = make(tokens=8 * WINDOW, batch=8, page=4)
+
+        class Watched(runtime.pages.Stem):
+            def __init__(self, *args):
+                super().__init__(*args)
+                rows = sampler.attention.rows.numel()
+                used.append((rows + self.cache.numel()) / sampler.pool.numel())
+
+        monkeypatch.setattr(runtime.pages, "Stem", Watched)
+        await gather(*(sampler.generate([i] * 20, 28) for i in range(8)))
+        await gather(*(sampler.generate([9] * 40 + [i], 4) for i in range(8)))
+
+    asyncio.run(main())
+    assert used and max(used) <= 1
+
+
 def test_stems_that_begin_alike_leave_room_for_the_rows(monkeypatch):
     """Twelve questions under one prompt, in a pool that holds each token once: with stems
     for all questions no row would fit. Now half of the requests have one. And no stem
