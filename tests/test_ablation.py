@@ -73,6 +73,35 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
     assert "deep-summed-0 was run with tokens 200000, not 9" in message
 
 
+def test_a_set_goes_on_from_its_results_alone(tmp_path, monkeypatch):
+    """One seed is run in one place, the other in another that got the results of the first:
+    the table has both."""
+    two = {"default": "", "summed": "--children sum"}
+    monkeypatch.setattr(ablation, "SETS", {"two": ablation.Set(two)})
+    monkeypatch.setattr(ablation, "SEEDS", (0, 1))
+    monkeypatch.setattr(ablation, "MORE_SEEDS", ())
+    asked = []
+
+    def train(path, flags):
+        asked.append(Path(path).name)
+        finish(Path(path), 0.1 * (1 + len(asked)))
+
+    monkeypatch.setattr(ablation, "train", train)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert command(ablation, monkeypatch, "two", "--out", first, "--seeds", 0) is None
+    assert asked == ["warmup-0", "default-0", "summed-0"]
+    second.mkdir()
+    (second / "two.json").write_text((first / "two.json").read_text())
+    assert command(ablation, monkeypatch, "two", "--out", second) is None
+    assert asked[3:] == ["warmup-1", "default-1", "summed-1"]
+    rows = json.loads((second / "two.json").read_text())["rows"]
+    assert [r["heldout_final"] for r in rows[1]["runs"]] == pytest.approx([0.4, 0.7])
+
+    two["default"] = "--kl 1"
+    message = command(ablation, monkeypatch, "two", "--out", second)
+    assert "two.json: default was run with other flags" in message
+
+
 def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkeypatch):
     rows = {"default": "", "alone": ablation.ALONE, "summed": "--children sum"}
     compared = ablation.Set(rows, claims=("default", "alone"))
