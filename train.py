@@ -137,6 +137,7 @@ PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
+LINE_SECONDS = 60.0  # at most between two lines of a warm-up
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 TIGHT = 0.75  # of the device's memory; a plan that needs more is printed
 PATIENCE = 10  # steps without any signal, after which GRPO ends
@@ -365,7 +366,7 @@ class Trainer:
             print(f"the root's code failed in {torn} of them. Are {self.rlm.turn_tokens} "
                   f"tokens per message and {self.rlm.max_nodes} nodes too few?")
 
-        first, steps = run.state["step"], config.warmup_steps
+        first, steps, printed = run.state["step"], config.warmup_steps, time.monotonic()
         bar = trange(first, steps, initial=first, total=steps, desc="warm-up", disable=None)
         for step in bar:
             rng = random.Random(f"{config.seed} warmup rows {step}")
@@ -389,7 +390,9 @@ class Trainer:
             if step % 10 == 0 or last:
                 bar.set_postfix(loss=f"{loss:.3f}")
                 run.log({"phase": "warmup", "step": step + 1, "loss": loss})
-            if (step + 1) % 100 == 0 or last:
+            late = time.monotonic() - printed > LINE_SECONDS
+            if (step + 1) % 100 == 0 or late or last:
+                printed = time.monotonic()
                 bar.write(f"warm-up {step + 1:4}/{steps} | loss {loss:.3f} | "
                           f"{run.elapsed():.0f} s", file=sys.stdout)
             run.maybe_save(every=1 if last else 100)

@@ -427,7 +427,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
 
 
 def test_in_the_warm_up_a_stopped_run_leaves_a_page_and_runs_no_script_again(
-        short_run, tmp_path, monkeypatch):
+        short_run, tmp_path, monkeypatch, capsys):
     out, step = tmp_path / "w", train.Trainer.optimizer_step
 
     def stopped(trainer, *args):
@@ -440,7 +440,9 @@ def test_in_the_warm_up_a_stopped_run_leaves_a_page_and_runs_no_script_again(
                        short_run / "init") == 130
     assert "Step 1 of 3 of the warm-up" in (out / "report.html").read_text()
     monkeypatch.setattr(train, "demonstrations", None)
+    monkeypatch.setattr(train, "LINE_SECONDS", 0.0)  # every step is a slow one
     assert FLAT in command(train, monkeypatch, "--out", out, "--resume")
+    assert "warm-up    2/3 | loss" in capsys.readouterr().out
     for name, weight in weights(short_run / "warmup").items():
         torch.testing.assert_close(weights(out / "warmup")[name], weight)
 
