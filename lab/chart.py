@@ -25,6 +25,7 @@ GREY = "#8a8a8a"
 FAINT = f'stroke="{GREY}" stroke-opacity="0.25"'
 TICKS = (0, 0.25, 0.5, 0.75, 1)
 SPAN = 5  # steps in the moving average
+LINE = 18  # between names of a scatter chart
 
 COLUMN, ROW, BOX = 150, 23, 18  # of a tree: one column per depth, one row per leaf
 MOST_CHILDREN, MOST_BOXES = 48, 240  # that are drawn of a node, and of a tree
@@ -115,7 +116,8 @@ def dots(rows: dict[str, list[float]], title: str) -> str:
 
 
 def scatter(rows: dict[str, list[tuple[float, float]]], title: str, label: str) -> str:
-    """Points (x, y) per row, and its name at their mean. y is 0 to 1, x begins at 0."""
+    """Points (x, y) per row, and at the right its name, with a line from their mean. y is 0
+    to 1, x begins at 0."""
     most = max(x for points in rows.values() for x, _ in points) or 1
 
     def at(x, y):
@@ -131,15 +133,23 @@ def scatter(rows: dict[str, list[tuple[float, float]]], title: str, label: str) 
         parts.append(text(x, bottom + 18, f"{tick * most:.0f}", "middle"))
     parts.append(text(at(most / 2, 0)[0], HEIGHT - 6, label, "middle"))
 
-    for i, (name, points) in enumerate(rows.items()):
-        if not points:
-            continue
-        colour = COLOURS[i % len(COLOURS)]
+    names = []
+    for (name, points), colour in zip(rows.items(), itertools.cycle(COLOURS)):
         for x, y in (at(*point) for point in points):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" '
                          'fill-opacity="0.6"/>')
-        x, y = at(*(sum(values) / len(values) for values in zip(*points)))
-        parts.append(text(x + 8, y + 4, name, colour=colour))
+        if points:
+            x, y = at(*(sum(values) / len(values) for values in zip(*points)))
+            names.append((y, x, name, colour))
+
+    end = HEIGHT - BOTTOM - LINE * len(names)  # the first name is here at the lowest
+    below = 0.0  # where the next name has room
+    for i, (y, x, name, colour) in enumerate(sorted(names)):
+        place = max(min(y, end + LINE * i), below)
+        thin = f'stroke="{colour}" stroke-opacity="0.4"'
+        parts.append(rule(x + 5, y, WIDTH - RIGHT + 8, place, thin))
+        parts.append(text(WIDTH - RIGHT + 12, place + 4, name, colour=colour))
+        below = place + LINE
     return page(HEIGHT, parts)
 
 

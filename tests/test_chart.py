@@ -88,3 +88,11 @@ def test_points_are_where_their_numbers_say_and_named_at_their_mean():
     assert f'cx="{right:.1f}" cy="{bottom:.1f}"' in drawn
     assert f'cx="{middle:.1f}" cy="{chart.TOP:.1f}"' in drawn
     assert drawn.count("<circle") == 2 and ">free</text>" in drawn and "none" not in drawn
+
+
+def test_names_of_points_that_lie_on_each_other_do_not():
+    rows = {f"row {i}": [(9.0, 0.01)] for i in range(11)}
+    drawn = chart.scatter(rows, "title", "tokens")
+    heights = sorted(float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>row \d', drawn))
+    assert len(heights) == 11 and heights[-1] < chart.HEIGHT - chart.BOTTOM
+    assert all(b - a >= chart.LINE for a, b in zip(heights, heights[1:]))
