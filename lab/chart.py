@@ -150,7 +150,7 @@ def scatter(rows: dict[str, list[tuple[float, float]]], title: str, label: str) 
         parts.append(rule(x + 5, y, WIDTH - RIGHT + 8, place, thin))
         parts.append(text(WIDTH - RIGHT + 12, place + 4, name, colour=colour))
         below = place + LINE
-    return page(HEIGHT, parts)
+    return page(HEIGHT, parts, WIDTH + 40)  # for long names
 
 
 def seeds(values: list) -> str:
