@@ -10,7 +10,8 @@ run of train.py in its own directory under DIR. What was interrupted is continue
 is finished is not run again, whichever set it was run for. After every run the results are
 written to DIR/SET.json and SET.md, and drawn as SET.svg, and as SET-tokens.svg against the
 tokens of a held-out tree; those of the documentation are in lab/results/. Runs that are in
-DIR/SET.json alone count as finished: a set can be begun on one machine and ended on another.
+DIR/SET.json alone count as finished. So a set can be begun on one machine and ended on
+another.
 
 The interval of a mean over seeds is Student's at 95 %. So is that of a difference to the
 set's first configuration, which is paired by seed. Left out: a search for the best value.
@@ -74,8 +75,8 @@ CREDIT = {  # who answers for a reward, see docs/objective.md
     "warm-up only": "--steps 0",
 }
 DEEP = dict(task="deep", warm_up="--warmup-steps 1500", tokens=300_000)
-# At the default of 7e-4 one step in a few hundred breaks the policy's syntax for good. Where
-# forms are compared, such luck must not decide.
+# At the default of 7e-4 a step can break the policy's syntax for good. Where forms are
+# compared, such luck must not decide.
 STEADY = dict(DEEP, flags="--lr 3e-4")
 SETS = {
     "core": Set({
@@ -210,7 +211,8 @@ def known_runs(name: str, out: str) -> dict[tuple[str, int], dict]:
                 if not is_finished(run_path(out, name, label, r["seed"]))]
         had = row["flags"], results["tokens"]
         if runs and had != (SETS[name].rows.get(label), SETS[name].tokens):
-            raise ValueError(f"{path}: {label} was run with other flags or tokens: remove it")
+            raise ValueError(
+                f"{path}: {label} was run with other flags or tokens: remove it")
         known |= {(label, r["seed"]): r for r in runs}
     return known
 
@@ -315,8 +317,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="the directory of all runs")
     parser.add_argument("--model", default="", help="what credit-definitions starts from; "
                         "without it, credit leaves that set out")
-    parser.add_argument("--seeds", type=int, nargs="+", help="only these, e.g. to share the "
-                        "work among processes (default: all of the set)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="only these, e.g. to share "
+                        "the work among processes (default: all of the set)")
     args = parser.parse_args()
     names = [args.set]
     if args.set == "credit":
