@@ -59,6 +59,9 @@ class Set:
             return self.seeds
         return (*SEEDS, *MORE_SEEDS) if label in self.claims else SEEDS
 
+    def flags_of_all(self) -> str:
+        return f"{self.flags} --task {self.task}".strip() if self.task else self.flags
+
 
 ALONE = "--method rlm0"
 CREDIT = {  # who answers for a reward, see docs/objective.md
@@ -135,9 +138,7 @@ def run(name: str, out: str, model: str = "", seeds: list[int] | None = None) ->
     kind = SETS[name]
     if "{model}" in kind.warm_up and not model:
         raise ValueError(f"{name} starts from a pretrained model: give --model DIR")
-    all_flags = kind.flags
-    if kind.task:
-        all_flags += f" --task {kind.task}"
+    all_flags = kind.flags_of_all()
     known = known_runs(name, out)
     for seed in seeds or (*SEEDS, *MORE_SEEDS):
         for label, flags in kind.rows.items():
@@ -209,8 +210,9 @@ def known_runs(name: str, out: str) -> dict[tuple[str, int], dict]:
         label = row["name"]
         runs = [r for r in row["runs"]
                 if not is_finished(run_path(out, name, label, r["seed"]))]
-        had = row["flags"], results["tokens"]
-        if runs and had != (SETS[name].rows.get(label), SETS[name].tokens):
+        had = row["flags"], results.get("flags"), results["tokens"]
+        kind = SETS[name]
+        if runs and had != (kind.rows.get(label), kind.flags_of_all(), kind.tokens):
             raise ValueError(
                 f"{path}: {label} was run with other flags or tokens: remove it")
         known |= {(label, r["seed"]): r for r in runs}
@@ -222,12 +224,15 @@ def report(name: str, out: str) -> None:
     rows = json_rows(name, out)
     path, command = os.path.join(out, name), f"python -m lab.ablation {name}"
     scores = {row["name"]: [r["heldout_final"] for r in row["runs"]] for row in rows}
-    tokens = SETS[name].tokens
+    tokens, flags = SETS[name].tokens, SETS[name].flags_of_all()
     title = f"Held-out score after {tokens:,} sampled tokens"
 
-    results = {"command": command, "tokens": tokens, "rows": rows}
+    results = {"command": command, "flags": flags, "tokens": tokens, "rows": rows}
     write_text(f"{path}.json", json.dumps(results))
-    write_text(f"{path}.md", f"`{command}`\n\n{table(rows)}\n")
+    says = f"`{command}`"
+    if flags:
+        says += f": all runs with `{flags}`"
+    write_text(f"{path}.md", f"{says}\n\n{table(rows)}\n")
     write_text(f"{path}.svg", chart.dots(scores, f"{title}, one dot per seed"))
     points = {row["name"]: [(r["tokens"], r["heldout_final"]) for r in row["runs"]
                             if r["tokens"] is not None] for row in rows}

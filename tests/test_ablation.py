@@ -100,6 +100,10 @@ def test_a_set_goes_on_from_its_results_alone(tmp_path, monkeypatch):
     two["default"] = "--kl 1"
     message = command(ablation, monkeypatch, "two", "--out", second)
     assert "two.json: default was run with other flags" in message
+    two["default"] = ""
+    monkeypatch.setattr(ablation, "SETS", {"two": ablation.Set(two, flags="--lr 1e-4")})
+    message = command(ablation, monkeypatch, "two", "--out", second)
+    assert "two.json: default was run with other flags" in message
 
 
 def test_claims_have_more_seeds_and_a_lone_root_its_own_warm_up(tmp_path, monkeypatch):
