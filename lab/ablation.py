@@ -110,7 +110,7 @@ SETS = {
     "credit-evidence": Set(CREDIT, claims=tuple(CREDIT), task="evidence"),
     "credit-deep": Set(CREDIT, claims=tuple(CREDIT), **STEADY),
     "credit-definitions": Set(
-        CREDIT, task="definitions", seeds=(0, 1),
+        CREDIT | {"roots only": "--credit root"}, task="definitions", seeds=(0, 1),
         flags="--lora-rank 16 --lr 3e-4 --questions 4 --heldout 64",
         warm_up="--model {model} --warmup scripts --warmup-lr 1e-3 --warmup-steps 180"),
     "more": Set({
@@ -145,7 +145,7 @@ def run(name: str, out: str, model: str = "", seeds: list[int] | None = None) ->
             if seed not in kind.seeds_of(label) or (label, seed) in known:
                 continue
             warmup = run_path(out, name, "warmup", seed)
-            first = (f"--seed {seed} --steps 0 --heldout 8 {all_flags} "
+            first = (f"--seed {seed} --steps 0 {all_flags} --heldout 8 "
                      f"{kind.warm_up.format(model=model)}")
             if ALONE in flags:
                 warmup = run_path(out, name, "warmup alone", seed)

@@ -24,7 +24,7 @@ def finish(path, score):
         "seed": int(path.name[-1]), "heldout_warmup": 0.1, "heldout_final": score,
         "heldout_4x": 0.2, "heldout_16x": None, "sampled_tokens": 9, "seconds": 1.0,
         "flags": {"children": "sum" if "summed" in path.name else "mean", "task": "deep",
-                  "tokens": 200_000}}))
+                  "tokens": 200_000, "heldout": 64}}))
     (path / "metrics.jsonl").write_text(json.dumps({
         "phase": "grpo", "step": 1, "reward": score, "entropy": 0.5, "tokens_worse": 7.0,
         "tokens_better": None, "own_correlation": 0.25}) + "\n" + json.dumps({
@@ -35,7 +35,8 @@ def finish(path, score):
 def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeypatch):
     """Of the runs one was finished before; the files say what the runs say."""
     two = {"default": "", "summed": "--children sum"}
-    compared = ablation.Set(two, task="deep", warm_up="--warmup-steps 9")
+    compared = ablation.Set(
+        two, task="deep", flags="--heldout 64", warm_up="--warmup-steps 9")
     monkeypatch.setattr(ablation, "SETS", {"two": compared})
     monkeypatch.setattr(ablation, "SEEDS", (0, 1))
     monkeypatch.setattr(ablation, "MORE_SEEDS", ())
@@ -45,6 +46,9 @@ def test_a_set_of_configurations_is_run_continued_and_reported(tmp_path, monkeyp
         asked.append(Path(path).name)
         assert "--task deep" in flags
         assert ("--warmup-steps 9" in flags) == ("warmup-" in path)
+        # A warm-up's own scores are not kept, so few questions do.
+        assert flags.rpartition("--heldout ")[2][:2].strip() == (
+            "8" if "warmup-" in path else "64")
         finish(Path(path), 0.1 * (1 + len(asked)))
 
     monkeypatch.setattr(ablation, "train", train)
@@ -143,10 +147,10 @@ def test_credit_is_run_on_three_tasks_the_last_from_a_pretrained_model(
     out = ["--out", tmp_path]
     assert "give --model" in command(ablation, monkeypatch, "credit-definitions", *out)
     assert command(ablation, monkeypatch, "credit", "--model", "m", *out) is None
-    rows = len(ablation.CREDIT)
     for task, seeds in (("evidence", 5), ("deep", 5), ("definitions", 2)):
         names = [name for name in asked if name.startswith(f"{task}-")]
-        assert len(names) == seeds * (rows + 1)  # and a warm-up per seed
+        rows = ablation.SETS[f"credit-{task}"].rows
+        assert len(names) == seeds * (len(rows) + 1)  # and a warm-up per seed
         assert all(asked[name][asked[name].index("--task") + 1] == task for name in names)
     assert "m" in asked["definitions-warmup-1"]
     for flags in asked.values():
