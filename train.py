@@ -717,7 +717,7 @@ def check(config: Config, ranks: int) -> None:
 
 def read_questions(config: Config) -> tuple[list | None, list, dict]:
     """The questions to train on (None: they are generated), those held out, and longer ones
-    under the names of their scores, if the task has lengths and they are wanted."""
+    under the names of their scores, if the task has lengths."""
     kind = tasks.load(config.task)
     scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
     if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
@@ -728,7 +728,7 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
         return *tasks.split(questions), {}
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
-    if hasattr(kind, "TOKENS") and config.longer == "on":
+    if hasattr(kind, "TOKENS"):
         most = getattr(kind, "MOST", MOST)
         for times in (4, 16):
             if times * evaluation.LONGER[1] * kind.TOKENS <= most:

@@ -111,7 +111,7 @@ SETS = {
     "credit-deep": Set(CREDIT, claims=tuple(CREDIT), **STEADY),
     "credit-definitions": Set(
         CREDIT | {"roots only": "--credit root"}, task="definitions", seeds=(0, 1),
-        flags="--lora-rank 16 --lr 3e-4 --questions 4 --heldout 64 --longer off",
+        flags="--lora-rank 16 --lr 3e-4 --questions 4 --heldout 64",
         warm_up="--model {model} --warmup scripts --warmup-lr 1e-3 --warmup-steps 180",
         tokens=100_000),
     "more": Set({

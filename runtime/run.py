@@ -57,10 +57,6 @@ class RunConfig:
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     overwrite: bool = flag(False, "empty an --out that holds another run")
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
-    longer: str = flag(
-        "on", "end with held-out questions that are 4 and 16 times as long, where the task "
-              "has them; with a large model they can take as long as the training",
-        choices=("on", "off"))
     save_every: int = flag(
         25, "steps between checkpoints; one is also due ten minutes after the last", 1)
     eval_every: int = flag(
@@ -72,8 +68,8 @@ class RunConfig:
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout longer "
-              "save_every eval_every sandbox strict track").split()
+MAY_CHANGE = ("out resume overwrite plan steps tokens lr warmup_lr heldout save_every "
+              "eval_every sandbox strict track").split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
