@@ -177,8 +177,8 @@ def test_an_unknown_set_is_refused(tmp_path, monkeypatch, capsys):
     assert "'core', 'deep', 'price'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", ["core", "more", "credit-evidence", "credit-deep", "price"])
+@pytest.mark.parametrize("name", ["core", "more", "credit-evidence", "credit-deep",
+                                  "credit-definitions", "price"])
 def test_the_committed_tables_say_what_the_committed_runs_say(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     assert ablation.table(rows) in (RESULTS / f"{name}.md").read_text()
