@@ -24,12 +24,13 @@ import json
 import linecache
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ from runtime.sandbox import SET_NAME, Limits, call
 
 if TYPE_CHECKING:
     from runtime.places import Places
+
+SIGNALS = frozenset(range(1, 32))  # all but the real-time ones
 
 # --- the client ---------------------------------------------------------------------------
 
@@ -249,11 +252,17 @@ class Capture(io.TextIOBase):
 
 
 class Worker:
-    """The process that runs the code. Its last methods are the builtins of the code."""
+    """The process that runs the code. Its last methods are the builtins of the code.
+
+    The code may have signal handlers, and they may raise. They run while its code runs and
+    while it waits for an answer. At other times signals are blocked (`masked`): between a
+    frame and the note of it an exception would leave the two sides apart.
+    """
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
+        self.mask: Set[int] = set()  # signals that the code itself has blocked
         # The code may have threads. One of those that wait for an answer reads, for all.
         self.turn = threading.Condition()
         self.reading = False
@@ -272,8 +281,9 @@ class Worker:
 
     def loop(self, problem: str) -> None:
         """Run what the client sends. If there is a `problem`, that is every result."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while True:
-            kind, message = self.receive()
+            kind, message = self.receive(SIGNALS)
             self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
             self.open, self.ending = True, False
             run = self.start if kind == b"S" else self.block
@@ -310,7 +320,11 @@ class Worker:
     def attempt(self, function: Callable, *arguments: Any) -> str:
         """Call it. Returns the short traceback of what it raised, even SystemExit."""
         try:
-            function(*arguments)
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+                function(*arguments)
+            finally:
+                self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         except Final:
             return ""
         except BaseException as error:
@@ -341,9 +355,25 @@ class Worker:
         self.namespace.update(self.reserved)
         sys.setrecursionlimit(1000)
 
-    def receive(self) -> tuple[bytes, Any]:
-        """The next frame. What it has read so far survives an exception in between."""
+    @contextlib.contextmanager
+    def masked(self) -> Iterator[Set[int]]:
+        """No handler runs in here. Yields what was blocked before, as `receive` has it."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            yield mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def receive(self, mask: Set[int]) -> tuple[bytes, Any]:
+        """The next frame. While there is nothing to read, the signals in `mask` are blocked
+        and no others. An exception of a handler takes nothing from what is to be read."""
         while (found := take_frame(self.inbox, self.limits.frame_mb)) is None:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                self.sock.recv(1, socket.MSG_PEEK)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             data = self.sock.recv(1 << 18)
             if not data:  # the server ended this REPL
                 os._exit(0)
@@ -353,9 +383,9 @@ class Worker:
 
     def done(self, error: str, **answer: Any) -> None:
         """Send the result of the block, unless one was sent. Its queries end first."""
-        with self.turn:
+        with self.masked(), self.turn:
             self.ending = True
-            self.read_until(lambda: not self.unanswered)
+            self.read_until(lambda: not self.unanswered, SIGNALS)
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
@@ -370,19 +400,21 @@ class Worker:
         number = next(self.numbers)
         query = (number, kind, [str(prompt) for prompt in prompts], contexts)
         data = frame(b"Q", query, self.limits.frame_mb)
-        with self.turn:
+        with self.masked() as mask, self.turn:
+            # Those that a handler has ended are still answered: wait, if they are many.
+            self.read_until(lambda: self.unanswered < self.limits.processes, mask)
             if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
             self.waiting[number] = None
             self.unanswered += 1
             self.sock.sendall(data)
             try:
-                self.read_until(lambda: self.waiting[number] is not None)
+                self.read_until(lambda: self.waiting[number] is not None, mask)
             finally:  # a signal handler may raise
                 answers = self.waiting.pop(number)
             return answers
 
-    def read_until(self, ready: Callable) -> None:
+    def read_until(self, ready: Callable, mask: Set[int]) -> None:
         """Read answers until `ready`. The thread holds `turn`, but not while it reads."""
         while not ready():
             if self.reading:
@@ -391,7 +423,7 @@ class Worker:
             self.reading = True
             self.turn.release()
             try:
-                number, answers = self.receive()[1]
+                number, answers = self.receive(mask)[1]
             finally:
                 self.turn.acquire()
                 self.reading = False

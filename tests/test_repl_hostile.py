@@ -311,11 +311,15 @@ PROTOCOL = [
          "protocol | timeout", queries=100, seconds=1),
     case("threads-ask-past-the-end", ASK_ON, "prints | protocol", queries=100,
          then="prints 3 | protocol"),
-    case("a-signal-ends-a-query", "def stop(*a): raise ZeroDivisionError\n"
+    case("signals-end-queries", "def stop(*a): raise ZeroDivisionError\n"
+         "signal.signal(signal.SIGALRM, stop)\nfor i in range(1000):\n  try:\n"
+         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100))\n"
+         "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n"
+         "print(llm_query('b'))", "prints ok", queries=10 ** 6),
+    case("a-signal-between-blocks", "def stop(*a): raise ZeroDivisionError\n"
          "signal.signal(signal.SIGALRM, stop)\n"
-         "try:\n    signal.setitimer(signal.ITIMER_REAL, 1e-4)\n"
-         "    while True: llm_query('a')\nexcept ZeroDivisionError: pass\n"
-         "print(llm_query('b'))", "prints ok"),
+         "signal.setitimer(signal.ITIMER_REAL, 2e-3)",
+         "prints | error ZeroDivisionError", then="prints 3 | error ZeroDivisionError"),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
     case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",
