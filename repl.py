@@ -24,25 +24,23 @@ import json
 import linecache
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from runtime.frames import (BUILTINS, HEADER, FrameTooLarge, Result, frame, json_value,
                             read_query, read_result, take_frame)
+from runtime.handlers import Handlers
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
 
 if TYPE_CHECKING:
     from runtime.places import Places
-
-SIGNALS = frozenset(range(1, 32))  # all but the real-time ones
 
 # --- the client ---------------------------------------------------------------------------
 
@@ -252,17 +250,12 @@ class Capture(io.TextIOBase):
 
 
 class Worker:
-    """The process that runs the code. Its last methods are the builtins of the code.
-
-    The code may have signal handlers, and they may raise. They run while its code runs and
-    while it waits for an answer. At other times signals are blocked (`masked`): between a
-    frame and the note of it an exception would leave the two sides apart.
-    """
+    """The process that runs the code. Its last methods are the builtins of the code."""
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
-        self.mask: Set[int] = set()  # signals that the code itself has blocked
+        self.handlers = Handlers()  # of signals
         # The code may have threads. One of those that wait for an answer reads, for all.
         self.turn = threading.Condition()
         self.reading = False
@@ -281,9 +274,9 @@ class Worker:
 
     def loop(self, problem: str) -> None:
         """Run what the client sends. If there is a `problem`, that is every result."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self.handlers.replace_signal()
         while True:
-            kind, message = self.receive(SIGNALS)
+            kind, message = self.receive()
             self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
             self.open, self.ending = True, False
             run = self.start if kind == b"S" else self.block
@@ -321,10 +314,10 @@ class Worker:
         """Call it. Returns the short traceback of what it raised, even SystemExit."""
         try:
             try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+                self.handlers.end_quiet()
                 function(*arguments)
             finally:
-                self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+                self.handlers.quiet = True
         except Final:
             return ""
         except BaseException as error:
@@ -355,25 +348,11 @@ class Worker:
         self.namespace.update(self.reserved)
         sys.setrecursionlimit(1000)
 
-    @contextlib.contextmanager
-    def masked(self) -> Iterator[Set[int]]:
-        """No handler runs in here. Yields what was blocked before, as `receive` has it."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            yield mask
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def receive(self, mask: Set[int]) -> tuple[bytes, Any]:
-        """The next frame. While there is nothing to read, the signals in `mask` are blocked
-        and no others. An exception of a handler takes nothing from what is to be read."""
+    def receive(self, interruptible: bool = False) -> tuple[bytes, Any] | None:
+        """The next frame; None if a signal handler wants to run before it comes."""
         while (found := take_frame(self.inbox, self.limits.frame_mb)) is None:
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                self.sock.recv(1, socket.MSG_PEEK)
-            finally:
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            if not self.handlers.readable(self.sock, interruptible):
+                return None
             data = self.sock.recv(1 << 18)
             if not data:  # the server ended this REPL
                 os._exit(0)
@@ -383,9 +362,9 @@ class Worker:
 
     def done(self, error: str, **answer: Any) -> None:
         """Send the result of the block, unless one was sent. Its queries end first."""
-        with self.masked(), self.turn:
+        with self.handlers.wait(), self.turn:
             self.ending = True
-            self.read_until(lambda: not self.unanswered, SIGNALS)
+            self.read_until(lambda: not self.unanswered)
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
@@ -400,37 +379,48 @@ class Worker:
         number = next(self.numbers)
         query = (number, kind, [str(prompt) for prompt in prompts], contexts)
         data = frame(b"Q", query, self.limits.frame_mb)
-        with self.masked() as mask, self.turn:
+        most = max(1, self.limits.processes)
+        with self.handlers.wait() as interruptible, self.turn:
             # Those that a handler has ended are still answered: wait, if they are many.
-            self.read_until(lambda: self.unanswered < self.limits.processes, mask)
+            self.read_until(lambda: self.unanswered < most, interruptible)
             if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
             self.waiting[number] = None
             self.unanswered += 1
             self.sock.sendall(data)
             try:
-                self.read_until(lambda: self.waiting[number] is not None, mask)
+                self.read_until(lambda: self.waiting[number] is not None, interruptible)
             finally:  # a signal handler may raise
                 answers = self.waiting.pop(number)
             return answers
 
-    def read_until(self, ready: Callable, mask: Set[int]) -> None:
+    def read_until(self, ready: Callable, interruptible: bool = False) -> None:
         """Read answers until `ready`. The thread holds `turn`, but not while it reads."""
         while not ready():
             if self.reading:
-                self.turn.wait()
-                continue
-            self.reading = True
-            self.turn.release()
-            try:
-                number, answers = self.receive(mask)[1]
-            finally:
-                self.turn.acquire()
-                self.reading = False
-                self.turn.notify_all()
-            self.unanswered -= 1
-            if number in self.waiting:
-                self.waiting[number] = answers
+                self.turn.wait(0.05 if interruptible else None)
+                found = None
+            else:
+                self.reading = True
+                self.turn.release()
+                try:
+                    found = self.receive(interruptible)
+                finally:
+                    self.turn.acquire()
+                    self.reading = False
+                    self.turn.notify_all()
+            if found:
+                number, answers = found[1]
+                self.unanswered -= 1
+                if number in self.waiting:
+                    self.waiting[number] = answers
+            elif interruptible:
+                self.turn.release()
+                try:
+                    self.handlers.end_quiet()
+                finally:
+                    self.handlers.quiet = True
+                    self.turn.acquire()
 
     def host_tool(self, name: str) -> Callable:
         """A function that is called in the client's process."""

@@ -303,6 +303,64 @@ FINAL([found, llm_query("8")])
     assert most == 8
 
 
+ALARM = """
+import signal, threading, time
+def stop(*_): raise TimeoutError("too late")
+signal.signal(signal.SIGALRM, stop)
+"""
+IDLE = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize("thread", ["", IDLE], ids=["alone", "beside a thread"])
+def test_an_alarm_between_two_blocks_rings_in_the_next(thread):
+    async def go():
+        async with REPL("c", limits=limits()) as repl:
+            code = ALARM + thread + "signal.setitimer(signal.ITIMER_REAL, 0.05)"
+            assert (await repl.execute(code)).error == ""
+            await asyncio.sleep(0.5)
+            return [await repl.execute("print(3)") for _ in range(2)]
+
+    late, after = asyncio.run(go())
+    assert "TimeoutError: too late" in late.error and late.stdout == ""
+    assert after.stdout == "3\n" and not after.error
+
+
+READER = "threading.Thread(target=llm_query, args='a').start()"
+
+
+@pytest.mark.parametrize("reader", ["", READER], ids=["this thread", "another"])
+def test_an_alarm_ends_a_query_whoever_reads(reader):
+    """Nobody is answered before the alarm has rung."""
+    rang = asyncio.Event()
+
+    async def on_query(kind, prompts, contexts):
+        if prompts == ["late"]:
+            rang.set()
+        await asyncio.wait_for(rang.wait(), 20)
+        return prompts
+
+    code = f"""{ALARM}
+{reader}
+time.sleep(0.1)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try: llm_query("b")
+except TimeoutError: FINAL(llm_query("late"))
+"""
+    assert final(code, on_query=on_query) == "late"
+
+
+def test_a_handler_may_query_and_answer_while_a_query_is_open():
+    async def on_query(kind, prompts, contexts):
+        await asyncio.sleep(0.5 if prompts == ["slow"] else 0)
+        return prompts
+
+    rings = "import signal\nsignal.signal(signal.SIGALRM, lambda *_: {})\n"
+    rings += "signal.setitimer(signal.ITIMER_REAL, 0.1)\nprint(llm_query('slow'))"
+    (result,) = run(rings.format("print(llm_query('quick'))"), on_query=on_query)
+    assert result.stdout == "quick\nslow\n" and not result.error
+    assert final(rings.format("FINAL('so far')"), on_query=on_query) == "so far"
+
+
 def test_a_block_ends_when_the_queries_of_its_threads_have():
     async def on_query(kind, prompts, contexts):
         await asyncio.sleep(0.3)

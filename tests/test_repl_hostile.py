@@ -121,6 +121,11 @@ INSIDE = "assert os.readlink('/proc/self/ns/pid') != {ours!r}, 'no process names
 
 LOOP = "\nwhile True: pass"
 GRANDCHILD = "double_fork(lambda: time.sleep(60)); print('left')"
+STOP = """
+def stop(*_): raise ZeroDivisionError
+signal.signal(signal.SIGALRM, stop)
+"""
+IDLE = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 TIMER = "signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)\n"
 IGNORE = """
 for s in range(1, 65):
@@ -311,15 +316,19 @@ PROTOCOL = [
          "protocol | timeout", queries=100, seconds=1),
     case("threads-ask-past-the-end", ASK_ON, "prints | protocol", queries=100,
          then="prints 3 | protocol"),
-    case("signals-end-queries", "def stop(*a): raise ZeroDivisionError\n"
-         "signal.signal(signal.SIGALRM, stop)\nfor i in range(1000):\n  try:\n"
-         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100))\n"
-         "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n"
-         "print(llm_query('b'))", "prints ok", queries=10 ** 6),
-    case("a-signal-between-blocks", "def stop(*a): raise ZeroDivisionError\n"
-         "signal.signal(signal.SIGALRM, stop)\n"
-         "signal.setitimer(signal.ITIMER_REAL, 2e-3)",
-         "prints | error ZeroDivisionError", then="prints 3 | error ZeroDivisionError"),
+    *(case(f"signals-end-queries{name}", STOP + thread + "for i in range(1000):\n  try:\n"
+           "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100))\n"
+           "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n"
+           "print(llm_query('b'))", "prints ok", queries=10 ** 6)
+      for name, thread in [("", ""), ("-beside-a-thread", IDLE)]),
+    case("signals-end-queries-and-go-on", STOP + "for i in range(1000):\n  try:\n"
+         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100), 2e-5)\n"
+         "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n",
+         "prints | error ZeroDivisionError", then="prints 3 | error ZeroDivisionError",
+         queries=10 ** 6),
+    case("signals-for-ever",
+         STOP + "signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)" + LOOP,
+         "error ZeroDivisionError", then="error ZeroDivisionError"),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
     case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",

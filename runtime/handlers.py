@@ -1,0 +1,82 @@
+"""The signal handlers of a REPL's code: when they may run.
+
+Code may have handlers, for a time limit say, and they may raise or query. Python runs them
+in the main thread between any two steps, so also in the worker's own (repl.py, Worker).
+Between a frame and the note of it an exception would leave worker and server apart. So the
+worker is `quiet` except where the code runs: a handler whose signal comes then has to wait.
+Blocking the signals would not do. A thread of the code would receive them, and a process
+that a handler starts would never hear of SIGTERM.
+"""
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class Signal(BaseException):
+    """Ends a wait for the server, since a handler wants to run."""
+
+
+class Handlers:
+    def __init__(self):
+        self.main = threading.get_ident()
+        self.quiet = True  # the main thread runs no handler
+        self.waits = False  # it waits for the server, and a signal may end that
+        self.late: list[tuple] = []  # (handler, its arguments) of signals in the quiet
+
+    def replace_signal(self) -> None:
+        """From now on signal.signal installs handlers that know of the quiet."""
+        install, look = signal.signal, signal.getsignal
+
+        def installed(number: int, handler: Any) -> Any:
+            def ring(*arguments: Any) -> None:
+                if not self.quiet:
+                    return handler(*arguments)
+                self.late.append((handler, arguments))
+                if self.waits:
+                    self.waits = False
+                    raise Signal
+
+            ring.handler = handler
+            return inner(install(number, ring if callable(handler) else handler))
+
+        def inner(handler: Any) -> Any:
+            return getattr(handler, "handler", handler)
+
+        signal.signal, signal.getsignal = installed, lambda number: inner(look(number))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end_quiet(self) -> None:
+        """Handlers may run from here on, and those that had to wait run now."""
+        self.quiet = False
+        while self.late:
+            handler, arguments = self.late.pop(0)
+            handler(*arguments)
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[bool]:
+        """The code's handlers wait in here. Yields whether they may interrupt a wait for
+        the server: if code of the main thread called this."""
+        if self.quiet or threading.get_ident() != self.main:
+            yield False
+            return
+        try:
+            self.quiet = True
+            yield True
+        finally:
+            self.end_quiet()
+
+    def readable(self, sock: socket.socket, interruptible: bool) -> bool:
+        """Wait until something can be read. False: a handler wants to run first."""
+        try:
+            self.waits = interruptible
+            if interruptible and self.late:
+                return False
+            sock.recv(1, socket.MSG_PEEK)
+            return True
+        except Signal:
+            return False
+        finally:
+            self.waits = False
