@@ -1,12 +1,14 @@
 """What several test files share. Before torch is loaded: one thread, for small models on a
 machine that may be busy."""
 import base64
+import gc
 import json
 import os
 import re
 import signal
 import sys
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
 FLAT = "no step had a gradient"  # how SHORT ends: three supervised steps answer nothing
+
+
+def pytest_collection_finish(session):
+    """What is loaded by now stays. Every collection of garbage would look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def command(module, monkeypatch, *args):
@@ -45,8 +53,15 @@ def data_of(page):
 def short_run(tmp_path_factory):
     """A finished short run of the default command, from nothing: init, warmup, final."""
     import train
+    from rlm import RLMConfig
 
     out = tmp_path_factory.mktemp("run") / "a"
     with pytest.MonkeyPatch.context() as patch:
         assert FLAT in command(train, patch, *SHORT, "--out", out)
+    for folder in ("warmup", "final"):
+        path = out / folder / "rlm.json"
+        config = RLMConfig.load(path)
+        assert config == train.tiny_rlm(train.Config())
+        # A model that learnt nothing writes until it is stopped. Here that is soon.
+        replace(config, turn_tokens=16).save(path)
     return out

@@ -57,7 +57,8 @@ TINY = Qwen3Config(
     (gpu.prefill, {"size": 64}, "prefill_tokens_s prefill_matmul_share"),
     (gpu.update_lora, {"tokens": 64}, "lora_update_tokens_s lora_recomputed lora_peak_gib "
                                       "lora_plan_over_peak"),
-    (gpu.step, {"roots": 1}, "step_sample_s step_update_s")])
+    pytest.param(gpu.step, {"roots": 1}, "step_sample_s step_update_s",
+                 marks=pytest.mark.slow)])
 def test_the_parts_for_a_gpu_measure_what_their_help_names(
         part, changes, figures, monkeypatch):
     """On a CPU, and a tiny model: what they say there is no measure of anything."""
@@ -82,6 +83,7 @@ assert set(samples) == set(names.split()), samples
 """
 
 
+@pytest.mark.slow
 def test_the_part_that_shards_its_weights():
     """In a process of its own, because it joins a process group."""
     tests = Path(__file__).parent

@@ -41,8 +41,8 @@ def test_a_program_that_is_started_without_an_output_ends_well():
 
 @pytest.mark.parametrize("line, names", [
     ("repl.py --typo", "--typo"), ("rlm.py --typo question", "--typo"),
-    ("train.py --typo", "--typo"), ("eval.py --typo", "--typo"),
-    ("eval.py --n many", "--n"), ("rlm.py", "a question is needed (")])
+    ("train.py --typo", "--typo"), ("eval.py --n many", "--n"),
+    ("rlm.py", "a question is needed (")])
 def test_a_wrong_flag_gets_one_line_that_names_it_and_where_to_find_help(line, names):
     done = run(*line.split())
     assert done.returncode == 2 and not done.stdout

@@ -192,7 +192,7 @@ def test_a_run_whose_judge_is_gone_keeps_all_its_steps(
 
     monkeypatch.setattr(train.Trainer, "optimizer_step", step)
     flags = [*SHORT, "--out", tmp_path / "a", "--steps", "2", "--reward", "down.py",
-             "--model", str(short_run / "init")]
+             "--warmup-steps", "0", "--model", str(short_run / "warmup")]
     assert "the judge is gone" in train_with(train, monkeypatch, *flags)
     assert steps == [0]
     (tmp_path / "down").unlink()

@@ -235,13 +235,13 @@ def finished(tmp_path_factory, short_run):
     out = tmp_path_factory.mktemp("lora") / "a"
     with pytest.MonkeyPatch.context() as patch:
         assert FLAT in command(train, patch, *SHORT, "--out", out, "--lora-rank", 1,
-                       "--model", short_run / "init")
+                               "--model", short_run / "warmup")
     return out
 
 
 def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
     warm, final = weights(finished / "warmup"), weights(finished / "final")
-    init = weights(short_run / "init")
+    init = weights(short_run / "warmup")
     for name in warm:
         moves = name.split(".")[-2] in ADAPTED  # adapters are all that is trained
         assert torch.equal(warm[name], init[name]) == (not moves)

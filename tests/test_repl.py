@@ -387,11 +387,11 @@ def test_too_many_queries_are_counted_per_block():
 
 def test_the_clock_stops_for_queries():
     async def slow(kind, prompts, contexts):
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(1.2)
         return prompts
 
     one, two = run("print(llm_query('a'))", "llm_query('a')\nwhile True: pass",
-                   on_query=slow, seconds=2)
+                   on_query=slow, seconds=1)
     assert one == Result(stdout="a\n") and two.died == "timeout"
 
 

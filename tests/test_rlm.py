@@ -505,7 +505,8 @@ print(sum(r.root.answer == list(range(children)) for r in done), {r.failed for r
 """
 
 
-@pytest.mark.parametrize("files, trees, children", [(1024, 64, 15), (100, 12, 9)])
+@pytest.mark.parametrize("files, trees, children", [
+    pytest.param(1024, 64, 15, marks=pytest.mark.slow), (100, 12, 9)])
 def test_more_repls_than_the_limit_of_open_files_allows_wait_and_none_is_lost(
         files, trees, children):
     """Even where every place is held by a parent that waits for its children."""

@@ -77,8 +77,6 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     assert [row["step"] for row in steps] == [1, 2]
     # In float32 sampler and trainer agree.
     assert all(row["largest_gap"] < 1e-4 for row in steps)
-    saved = rlm.RLMConfig.load(short_run / "final" / "rlm.json")
-    assert saved == train.tiny_rlm(train.Config())
     trees = data_of((short_run / "report.html").read_text())["trees"]
     assert [tree["name"] for tree in trees] == [f"step 2 #{i}" for i in range(4)] + [
         f"held out, step 2 #{i}" for i in range(3)]
@@ -156,6 +154,7 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
     """Too large a scale is halved until the gradient is finite; then the step is the one
     that float32 takes, up to the rounding of float16."""
     moved = {}
+    trees = [pick(scripted_trees, key=lambda tree: tree.reward) for pick in (min, max)]
     for dtype in ("float32", "float16"):
         trainer = make_trainer(
             monkeypatch, tmp_path / dtype, "--model", short_run / "warmup", "--heldout", 1,
@@ -170,7 +169,7 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_left_out(
         left_out = 0
         while all(torch.equal(start[name], weights[name]) for name in start):
             before, state["step"] = state["scale"], 0
-            row = one_step(trainer, scripted_trees)
+            row = one_step(trainer, trees)
             left_out += state["scale"] == before / 2
         assert math.isfinite(row["grad_norm"]) and (left_out > 10) == (dtype == "float16")
         moved[dtype] = torch.cat([(weights[name] - start[name]).flatten()
@@ -394,7 +393,8 @@ def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
         train.settle(train.Config(lr=-0.5))
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_weights(
         number, status, short_run, tmp_path, monkeypatch, capsys):
     """Stopped while it samples the second step, then --resume: as if it had never been."""
