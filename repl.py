@@ -358,7 +358,11 @@ class Worker:
                 os._exit(0)
             self.inbox += data
         kind, data = found
-        return kind, json.loads(data[HEADER.size:])
+        try:
+            return kind, json.loads(data[HEADER.size:])
+        except BaseException:  # the code has filled the stack: a later call reads it
+            self.inbox[:0] = data
+            raise
 
     def done(self, error: str, **answer: Any) -> None:
         """Send the result of the block, unless one was sent. Its queries end first."""
@@ -421,6 +425,7 @@ class Worker:
                 finally:
                     self.handlers.quiet = True
                     self.turn.acquire()
+                self.refuse_forks()  # by a handler
 
     def host_tool(self, name: str) -> Callable:
         """A function that is called in the client's process."""

@@ -8,10 +8,12 @@ Blocking the signals would not do. A thread of the code would receive them, and 
 that a handler starts would never hear of SIGTERM.
 """
 import contextlib
+import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -24,36 +26,52 @@ class Handlers:
         self.main = threading.get_ident()
         self.quiet = True  # the main thread runs no handler
         self.waits = False  # it waits for the server, and a signal may end that
-        self.late: list[tuple] = []  # (handler, its arguments) of signals in the quiet
+        self.late: dict[int, Callable] = {}  # signal that came in the quiet -> handler
 
     def replace_signal(self) -> None:
         """From now on signal.signal installs handlers that know of the quiet."""
         install, look = signal.signal, signal.getsignal
 
-        def installed(number: int, handler: Any) -> Any:
-            def ring(*arguments: Any) -> None:
+        def installed(signalnum: int, handler: Any) -> Any:
+            def ring(number: int, frame: Any) -> None:
                 if not self.quiet:
-                    return handler(*arguments)
-                self.late.append((handler, arguments))
+                    return handler(number, frame)
+                self.late[number] = handler
                 if self.waits:
                     self.waits = False
                     raise Signal
 
             ring.handler = handler
-            return inner(install(number, ring if callable(handler) else handler))
+            return inner(install(signalnum, ring if callable(handler) else handler))
 
         def inner(handler: Any) -> Any:
             return getattr(handler, "handler", handler)
 
-        signal.signal, signal.getsignal = installed, lambda number: inner(look(number))
+        signal.signal = installed
+        signal.getsignal = lambda signalnum: inner(look(signalnum))
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """In a process that the code forks there is no protocol to keep quiet for."""
+        self.quiet = self.waits = False
+        self.late.clear()
+        self.main = threading.get_ident()
 
     def end_quiet(self) -> None:
-        """Handlers may run from here on, and those that had to wait run now."""
+        """Handlers may run from here on. Those that had to wait run now, even if one of
+        them raises."""
         self.quiet = False
+        frame = sys._getframe() if self.late else None
         while self.late:
-            handler, arguments = self.late.pop(0)
-            handler(*arguments)
+            # No call to the end of `del`, so that no other handler runs in between.
+            *_, number = self.late
+            handler = self.late[number]
+            del self.late[number]
+            try:
+                handler(number, frame)
+            finally:
+                self.end_quiet()
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[bool]:

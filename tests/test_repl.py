@@ -306,7 +306,7 @@ FINAL([found, llm_query("8")])
 ALARM = """
 import signal, threading, time
 def stop(*_): raise TimeoutError("too late")
-signal.signal(signal.SIGALRM, stop)
+signal.signal(signalnum=signal.SIGALRM, handler=stop)
 """
 IDLE = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 
@@ -359,6 +359,56 @@ def test_a_handler_may_query_and_answer_while_a_query_is_open():
     (result,) = run(rings.format("print(llm_query('quick'))"), on_query=on_query)
     assert result.stdout == "quick\nslow\n" and not result.error
     assert final(rings.format("FINAL('so far')"), on_query=on_query) == "so far"
+
+
+def test_signals_between_two_blocks_ring_once_each_and_all_at_once():
+    code = """
+import os, signal, threading, time
+rang = []
+def stop(number, frame):
+    rang.append(number)
+    raise TimeoutError
+def later():
+    time.sleep(0.1)
+    for number in 3 * [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM]:
+        os.kill(os.getpid(), number)
+for number in signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM: signal.signal(number, stop)
+threading.Thread(target=later).start()
+"""
+
+    async def go():
+        async with REPL("c", limits=limits()) as repl:
+            assert (await repl.execute(code)).error == ""
+            await asyncio.sleep(0.5)
+            return [await repl.execute("print(len(rang), len(set(rang)))") for _ in "ab"]
+
+    late, after = asyncio.run(go())
+    assert "TimeoutError" in late.error and after.stdout == "3 3\n"
+
+
+def test_a_process_that_a_thread_forks_has_handlers_of_its_own():
+    async def slow(kind, prompts, contexts):
+        await asyncio.sleep(1)
+        return prompts
+
+    code = """
+import os, signal, threading, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+def fork():
+    child = os.fork()
+    if child == 0:
+        try: time.sleep(20)
+        finally: os._exit(1)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGTERM)
+    ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ended, thread = [], threading.Timer(0.2, fork)
+thread.start()
+llm_query("a")
+thread.join()
+FINAL(ended)
+"""
+    assert final(code, on_query=slow) == [7]
 
 
 def test_a_block_ends_when_the_queries_of_its_threads_have():

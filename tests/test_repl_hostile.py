@@ -322,13 +322,15 @@ PROTOCOL = [
            "print(llm_query('b'))", "prints ok", queries=10 ** 6)
       for name, thread in [("", ""), ("-beside-a-thread", IDLE)]),
     case("signals-end-queries-and-go-on", STOP + "for i in range(1000):\n  try:\n"
-         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100), 2e-5)\n"
+         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100), 1e-4)\n"
          "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n",
          "prints | error ZeroDivisionError", then="prints 3 | error ZeroDivisionError",
          queries=10 ** 6),
     case("signals-for-ever",
          STOP + "signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)" + LOOP,
          "error ZeroDivisionError", then="error ZeroDivisionError"),
+    case("query-in-a-recursion", "def f(n): return llm_query(str(n)) + f(n + 1)\nf(0)",
+         "error RecursionError", queries=1000),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
     case("query-at-exit", "import atexit; atexit.register(llm_query, 'a'); sys.exit()",
