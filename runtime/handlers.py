@@ -23,7 +23,6 @@ class Signal(BaseException):
 
 class Handlers:
     def __init__(self):
-        self.main = threading.get_ident()
         self.quiet = True  # the main thread runs no handler
         self.waits = False  # it waits for the server, and a signal may end that
         self.late: dict[int, Callable] = {}  # signal that came in the quiet -> handler
@@ -56,7 +55,6 @@ class Handlers:
         """In a process that the code forks there is no protocol to keep quiet for."""
         self.quiet = self.waits = False
         self.late.clear()
-        self.main = threading.get_ident()
 
     def end_quiet(self) -> None:
         """Handlers may run from here on. Those that had to wait run now, even if one of
@@ -77,7 +75,7 @@ class Handlers:
     def wait(self) -> Iterator[bool]:
         """The code's handlers wait in here. Yields whether they may interrupt a wait for
         the server: if code of the main thread called this."""
-        if self.quiet or threading.get_ident() != self.main:
+        if self.quiet or threading.current_thread() is not threading.main_thread():
             yield False
             return
         try:

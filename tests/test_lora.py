@@ -241,10 +241,10 @@ def finished(tmp_path_factory, short_run):
 
 def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
     warm, final = weights(finished / "warmup"), weights(finished / "final")
-    init = weights(short_run / "warmup")
+    start = weights(short_run / "warmup")
     for name in warm:
         moves = name.split(".")[-2] in ADAPTED  # adapters are all that is trained
-        assert torch.equal(warm[name], init[name]) == (not moves)
+        assert torch.equal(warm[name], start[name]) == (not moves)
         assert torch.equal(final[name], warm[name]) or moves
     model = Qwen3.from_pretrained(finished / "warmup").add_lora(1, 32.0)
     model.load_adapter(finished / "final" / "adapter")

@@ -360,6 +360,9 @@ def test_a_handler_may_query_and_answer_while_a_query_is_open():
     (result,) = run(rings.format("print(llm_query('quick'))"), on_query=on_query)
     assert result.stdout == "quick\nslow\n" and not result.error
     assert final(rings.format("FINAL('so far')"), on_query=on_query) == "so far"
+    # A process that it forks leaves the answer to its parent.
+    (result,) = run(rings.format("__import__('os').fork()"), on_query=on_query)
+    assert result.stdout == "slow\n" and not result.error
 
 
 def test_signals_between_two_blocks_ring_once_each_and_all_at_once():

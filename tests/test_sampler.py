@@ -284,7 +284,8 @@ def run_with_triton(code, **environment):
 def test_200_random_schedules_equal_full_forwards_and_leave_no_page_behind(
         attention, part, monkeypatch):
     """With shared prefixes, cancellations, second turns, and pools so small that requests
-    are preempted. 200 schedules over rows, a quarter of them with the slow kernel."""
+    are preempted. 200 schedules over rows, a quarter of them with the slow kernel; 120 of
+    them are run with `-m slow`."""
     preempted = reused = compared = 0
     for seed in range(40 if attention == "rows" else 10):
         rng = random.Random(1000 * part + seed)
