@@ -2,33 +2,32 @@
 
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
-    python eval.py --policy oracle --tasks niah,hop --lengths 128000     scripts, no model
+    python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
     python eval.py --api http://localhost:8000/v1 --api-model NAME --html report.html
 
-Questions are generated from a seed, others than those of training, or read from a file.
-Every method gets the same ones. Scores are means with 95 % intervals, and methods are
-compared question by question. Trees that the machine or a server lost are counted apart
-and stay out of the means.
+Every method gets the same questions, others than those of training. Scores are means with
+95 % intervals, and methods are compared question by question. Trees that the machine or a
+server lost are counted apart and stay out of the means. With --out FILE the same command,
+started again, asks only what the file lacks.
 
-With --json, --html or --save, every answer and every paid reply goes to a journal beside
-that file at once; --resume continues from it and pays for nothing twice.
-
-All but the last section is a library that train.py uses as well. The command line runs
-lab/compare.py, which adds other methods, servers, the journal and the report page. Left
-out: several samples per question, and judge models.
+All but the last section is a library that train.py uses as well.
 """
 import argparse
 import asyncio
 import itertools
+import json
 import math
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from runtime.threads import suited_to  # before torch: it says how torch's threads wait
+import runtime.threads  # before torch: it says how torch's threads wait
 
 import numpy as np
 import torch
@@ -39,17 +38,16 @@ import tasks
 from model import Qwen3
 from repl import REPLError
 from rlm import RLMConfig
-from runtime import console, flags, metrics
+from runtime import flags, handed_in
 from runtime.files import write_text
-from runtime.handed_in import HandedInError
+from runtime.repl_server import trees_at_once
 from sampler import SamplerError
 from tasks import Task
 from tokenizer import Tokenizer
-from tree import Completion, Node, Rollout, Unscored
+from tree import Completion, Node, Rollout, from_row, write_rollouts
 
 
-RLM_METHODS = ("rlm0", "rlm1", "rlm2", "rlm0-bare", "rlm1-bare", "rlm2-bare")
-ANSWERED = ("final", "text")  # the ends of a root that has said its answer
+METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
 FEW = 20  # scores; see `interval`
 LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
@@ -58,21 +56,25 @@ LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one le
 # ------------------------------------------------------------------------------------------
 # Questions
 
-def heldout_tasks(n: int, task: str = "notes", seed: int = 0,
-                  times: int = 1) -> list[Task]:
-    """n generated questions that training never saw, about `times` as long as usual.
+def heldout_tasks(n: int, task: str = "notes", seed: int = 0, times: int = 1,
+                  length: int | None = None, heldout: bool = True) -> list[Task]:
+    """n generated questions that training never saw (or, without `heldout`, may see), of
+    this length, or about `times` as long as usual.
 
     `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
     length that the kind cannot have."""
     questions = []
+    kind = tasks.load(task)
+    of_length = f" {tasks.name_of(kind)} {length}" if length else ""
     for i in range(n):
-        rng = random.Random(f"heldout {seed} {i}")
-        tokens = None
+        side = "heldout" if heldout else "teacher"
+        rng = random.Random(f"{side} {seed}{of_length} {i}")
+        tokens = length
         if times > 1:
             # A kind without TOKENS has one length: tasks.make refuses to make another.
-            usual = getattr(tasks.load(task), "TOKENS", 0)
+            usual = getattr(kind, "TOKENS", 0)
             tokens = round(times * usual * rng.uniform(*LONGER))
-        questions.append(tasks.make(task, rng, tokens, heldout=True))
+        questions.append(tasks.make(task, rng, tokens, heldout))
     return questions
 
 
@@ -82,121 +84,37 @@ def length_of(task: Task) -> int:
     return len(rlm.as_text(task.context)) // 4
 
 
-def context_tokens(task: Task, tokenizer: Tokenizer) -> int:
-    """By the tokenizer of one model."""
-    return len(tokenizer.encode(rlm.as_text(task.context)))
-
-
 # ------------------------------------------------------------------------------------------
 # Answers
 
-def evaluate(questions: list[Task], policy, tokenizer: Tokenizer, config: RLMConfig,
-             key: tuple = ("eval",), label: str = "held-out", mine: slice = slice(None),
-             gather=lambda value: [value], run: Callable = asyncio.run,
-             score: Callable = tasks.reward) -> tuple[dict, list[Rollout]]:
-    """One tree per question -> (a row for the table, the rollouts in the questions' order).
-
-    With several ranks, each asks its share, `mine`, and `gather` collects all shares. `run`
-    may end early, if `gather` raises then. Raises REPLError if every tree was lost."""
-    method = trained_as(config)
-    answers = {}
-
-    async def one(i: int, task: Task) -> None:
-        answers[i] = await ask(method, task, policy, tokenizer, config, (*key, i), score)
-        bar.update()
-
-    share = list(enumerate(questions))[mine]
-    with tqdm(total=len(share), desc=label, leave=False, disable=None) as bar:
-        run(side_by_side(one, share, 256))
-
-    answers = {i: answer for part in gather(answers) for i, answer in part.items()}
-    records, rollouts = zip(*(answers[i] for i in range(len(questions))))
-    if all(record["failed"] for record in records):
-        raise REPLError(f"every tree was lost: {records[0]['failed']}")
-    return summary(list(records), questions[0].kind, None, method), list(rollouts)
-
-
-class Meter:
-    """A policy that counts what another one costs, and notes when it served a request:
-    not from when that was asked for, but from when it had left the queue."""
-
-    def __init__(self, policy):
-        self.policy = policy
-        self.calls = 0
-        self.used = Counter()  # tokens: prompt, reused, sampled
-        self.prices: list[float | None] = []  # dollars per call, of policies that say so
-        self.served: list[tuple[float, float]] = []  # from when to when, per call
-
-    @property
-    def dollars(self) -> float | None:
-        if not self.prices or None in self.prices:
-            return None
-        return sum(self.prices)
-
-    async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
-        asked = time.monotonic()
-        done = await self.policy(node, max_tokens, key)
-        self.served.append((asked + done.usage.get("waited", 0.0), time.monotonic()))
-        self.calls += 1
-        for name in ("prompt", "reused", "sampled"):
-            self.used[name] += done.usage[name]
-        if "dollars" in done.usage:
-            self.prices.append(done.usage["dollars"])
-        return done
-
-
 async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-              score: Callable = tasks.reward, tries: int = 2) -> tuple[dict, Rollout]:
-    """One question, answered by one method -> (its record, its tree).
-
-    A tree that the machine lost is run again; after `tries` it has failed and scores 0. A
-    policy's exception can say otherwise: `final = True` means that another try is no use,
-    `ends_run = True` that it is raised. Raised is also an error in a handed-in file."""
-    for _ in range(tries):
-        meter = Meter(policy)
-        root, seen, failed = Node(end="failed"), None, ""
-        try:
-            root, seen = await answer(method, task, meter, tokenizer, config, key)
-            break
-        except HandedInError:
-            raise
-        except Exception as error:
-            if getattr(error, "ends_run", False):
-                raise
-            failed = repr(error)
-            if getattr(error, "final", False):
-                break
-    reward = 0.0
-    if not failed:
-        try:
-            reward = await rlm.scored(score, task, root.answer)
-        except Unscored as error:
-            failed = repr(error)
-
-    nodes = list(root.walk())
-    seconds = covered(meter.served) + sum(node.repl_seconds for node in nodes)
-    answered = root.end in ANSWERED or root.answer is not None
-    record = {
-        "id": task.id, "context": length_of(task), "score": reward,
-        "failed": failed, "end": root.end, "answered": answered, "seen": seen,
-        "seconds": round(seconds, 3),
-        "in": meter.used["prompt"], "reused": meter.used["reused"],
-        "out": meter.used["sampled"], "calls": meter.calls, "nodes": len(nodes),
-        "depth": max(node.depth for node in nodes), "root": tokens(root),
-        "critical_path": metrics.critical_path(root),
-        "errors": sum(len(node.errors) for node in nodes), "dollars": meter.dollars}
-    return record, Rollout(task, task.id, root, reward, failed)
-
-
-async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig,
-                 key: tuple) -> tuple[Node, float | None]:
-    """The tree of a method for a task, and the share of the context that it showed the
-    model: None for rlm, where the model itself chooses what to read."""
+              score: Callable = tasks.reward) -> tuple[dict, Rollout]:
+    """One question, answered by one method -> (its record, its tree)."""
+    used: Counter = Counter()  # tokens: prompt, reused, sampled
+    begun = time.monotonic()
+    grow = rlm.rollout
     if method.startswith("rlm"):
         config = rlm_config(method, config)
-        return await rlm.rollout(task, policy, tokenizer, config, key), None
-    from lab import methods
-    return await methods.answer(method, task, policy, tokenizer, config, key)
+    else:
+        from lab import methods
+        grow = partial(methods.answer, method)
+
+    async def counted(node: Node, max_tokens: int, key: tuple) -> Completion:
+        done = await policy(node, max_tokens, key)
+        used.update(done.usage)
+        return done
+
+    tree = await rlm.grown(task, counted, tokenizer, config, key, score, task.id, grow)
+    return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
+                              "seconds": round(time.monotonic() - begun, 3)}, tree
+
+
+def record_of(tree: Rollout) -> dict:
+    """What a tree says by itself."""
+    nodes = list(tree.root.walk())
+    return {"id": tree.task.id, "context": length_of(tree.task), "score": tree.reward,
+            "failed": tree.failed, "end": tree.root.end, "nodes": len(nodes),
+            "out": sum(node.sampled + node.counted for node in nodes)}
 
 
 def trained_as(config: RLMConfig) -> str:
@@ -205,55 +123,29 @@ def trained_as(config: RLMConfig) -> str:
 
 
 def rlm_config(method: str, config: RLMConfig) -> RLMConfig:
-    """The configuration of rlm0 to rlm2-bare, from that of the checkpoint.
-
-    The number is the depth down to which nodes have a REPL; rlm0 may not call itself.
-    "-bare" leaves the task's strategy out of the prompt. Raises ValueError for what the
-    configuration rules out."""
-    depth = int(method[3])
-    if depth and config.max_nodes == 1:
-        raise ValueError(f"{method}: rlm.json says max_nodes 1, so there are no children")
-    config = replace(config, max_depth=depth)
+    """That of the checkpoint, with a REPL for nodes down to the depth in the method's name;
+    rlm0 may not call itself. Raises ValueError for children where there may be none."""
+    depth = int(method.removeprefix("rlm"))
     if depth == 0:
-        config = replace(config, max_nodes=1)
-    if not method.endswith("-bare"):
-        return config
-    if config.style == "brief":
-        raise ValueError(
-            f"{method}: this model's brief prompt has no strategy text to leave out")
-    return replace(config, style="bare")
+        return replace(config, max_depth=0, max_nodes=1)
+    if config.max_nodes == 1:
+        raise ValueError(f"{method}: rlm.json says max_nodes 1, so there are no children")
+    return replace(config, max_depth=depth)
 
 
-async def side_by_side(one: Callable, items, at_once: int) -> None:
-    """`await one(*item)` for all items, up to `at_once` at a time.
+async def side_by_side(one: Callable, items, at_once: int, config: RLMConfig,
+                       label: str) -> None:
+    """`await one(item)` for all items, up to `at_once` trees at a time, under a progress
+    bar. The first exception ends all and is raised."""
+    gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
 
-    An item is drawn when there is room. The first exception ends all and is raised."""
-    items = iter(items)
+    async def gated(item) -> None:
+        async with gate:
+            await one(item)
+        bar.update()
 
-    async def work() -> None:
-        for item in items:
-            await one(*item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
-                group.create_task(work())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds that lie in any of the spans."""
-    total, end = 0.0, -math.inf
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
-
-
-def tokens(node: Node) -> int:
-    """Tokens of a conversation; four characters count as one where there are no ids."""
-    return len(node.ids) or sum(len(turn.text) for turn in node.turns) // 4
+    with tqdm(total=len(items), desc=label, leave=False, disable=None) as bar:
+        await asyncio.gather(*map(gated, items))
 
 
 # ------------------------------------------------------------------------------------------
@@ -264,26 +156,17 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
     scored = [r for r in records if not r["failed"]]
 
     def mean(name: str) -> float | None:
-        # A journal of an earlier version lacks what was not counted then.
-        values = [r[name] for r in scored if r.get(name) is not None]
+        values = [r[name] for r in scored if name in r]
         return float(np.mean(values)) if values else None
 
-    low, high, p50, p95 = None, None, None, None
+    low, high = None, None
     if scored:
         low, high = interval([r["score"] for r in scored])
-        p50, p95 = np.percentile([r["seconds"] for r in scored], [50, 95]).tolist()
         length = length or round(mean("context"))
-    dollars = mean("dollars")
-    if any(r["dollars"] is None for r in scored):
-        dollars = None  # a sum of the known prices would be too low
-    means = ("seen", "in", "reused", "out", "calls", "nodes", "depth", "critical_path",
-             "root", "errors")
     return {
         "task": task, "method": method, "length": length, "n": len(scored),
-        "failed": len(records) - len(scored),
-        "score": mean("score"), "low": low, "high": high,
-        "unanswered": sum(not r["answered"] for r in scored),
-        **{name: mean(name) for name in means}, "p50": p50, "p95": p95, "dollars": dollars,
+        "failed": len(records) - len(scored), "score": mean("score"), "low": low,
+        "high": high, **{name: mean(name) for name in ("in", "out", "nodes", "seconds")},
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
 
@@ -293,8 +176,7 @@ def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
     Of a share (all scores are 0 or 1) Wilson's (1927). Of others the percentiles of 2,000
     bootstrap resamples (Efron, 1979), from a fixed seed. Fewer than FEW scores, or equal
     ones, show too little for that. Then the interval is widened: as many as z²/(n + z²) of
-    all questions may score `least` or 1, and none of them be among these n. (For equal
-    scores of 1 that is Wilson's interval, too.)"""
+    all questions may score `least` or 1, and none of them be among these n."""
     values = np.asarray(scores, dtype=float)
     n, mean, z2 = len(values), float(values.mean()), Z ** 2
     if least == 0.0 and np.isin(values, (0.0, 1.0)).all():
@@ -315,32 +197,25 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
     with its 95 % interval. `cells`: (task, length, method) -> {question: record}."""
     rows = []
     for (one, a), (two, b) in itertools.combinations(cells.items(), 2):
-        if one[:2] != two[:2]:
-            continue
-        both = [i for i in sorted(a.keys() & b.keys())
-                if not a[i]["failed"] and not b[i]["failed"]]
-        if not both:
-            continue
-        gaps = [a[i]["score"] - b[i]["score"] for i in both]
-        low, high = interval(gaps, least=-1.0)
-        rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
-                     "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
-                     "high": high})
+        both = [i for i in a if i in b and not a[i]["failed"] and not b[i]["failed"]]
+        if one[:2] == two[:2] and both:
+            gaps = [a[i]["score"] - b[i]["score"] for i in both]
+            low, high = interval(gaps, least=-1.0)
+            rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
+                         "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
+                         "high": high})
     return rows
 
 
 def gaps(model: Qwen3, rollouts: list[Rollout]) -> dict[Node, list[float]]:
     """For the first 500 nodes: the log-probabilities of their sampled tokens as the trainer
     computes them, minus the sampler's."""
-    nodes = [node for r in rollouts for node in r.root.walk()][:500]
-    parameters = sum(weight.numel() for weight in model.parameters())
     found = {}
-    for node in nodes:
-        if not node.sampled:
-            continue
+    nodes = (node for r in rollouts for node in r.root.walk() if node.sampled)
+    for node in itertools.islice(nodes, 500):
         ids_BT, mask_BT = (torch.tensor([row], device=model.device)
                            for row in (node.ids, node.mask))
-        with torch.no_grad(), suited_to(parameters):
+        with torch.no_grad():
             exact = model.logprobs(ids_BT, mask_BT)[0].tolist()
         sampled = [p for p, m in zip(node.logprobs, node.mask) if m]
         found[node] = [a - b for a, b in zip(exact, sampled)]
@@ -357,67 +232,137 @@ def write_report(path: str, title: str, settings: dict, rows: list[dict], **part
 # The command line
 
 def read_flags() -> argparse.Namespace:
-    from lab import api
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def lengths(text: str) -> list[int]:
+        return [int(part.replace("k", "000").replace("m", "000000"))
+                for part in names(text)]
 
     parser = flags.parser("Score methods on questions.",
                           epilog="The key of --api is read from OPENAI_API_KEY.")
-    add = parser.add_argument_group("who answers").add_argument
-    add("--model", help="checkpoint directory; with another --policy only its tokenizer "
-        "and rlm.json are used")
-    add("--policy", help="model, api, oracle (a script that knows how the questions are "
-        "made) or keyword (one that looks for a word) (default: model, or api with --api)")
-    add("--children", help="who answers below the root: the same names, or api:NAME for "
-        "another model of the server (default: as --policy)")
-    add("--methods", help="direct, compaction, retrieval, rlm0, rlm1, rlm2, rlm1-bare, ... "
-        "(default: the rlm that the checkpoint was trained as, else rlm1)")
-    add("--window", type=int, help="most tokens of a conversation (default: rlm.json's)")
+    add = parser.add_argument
+    add("--model", help="checkpoint directory")
+    add("--api", metavar="URL", help="a server, as http://localhost:8000/v1")
+    add("--api-model", metavar="NAME", help="the server's model")
+    add("--policy", choices=("oracle",), help="the kind's script in place of a model")
+    add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
+        "the checkpoint was trained as, else rlm1)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
-    add("--top-p", type=float, default=1.0, help="of --model: sample from the most likely "
-        "tokens that together have this probability (default 1.0: from all)")
     add("--sandbox", default="auto", choices=("require", "auto", "off"),
         help="namespaces around the REPL (default auto: where possible)")
-
-    add = parser.add_argument_group("questions").add_argument
-    add("--tasks", help="kinds of questions, as a,b; each is a name or path/to/my_task.py "
-        "(default: notes, and evidence with --data)")
-    add("--lengths", help="of contexts, as 8000,128k,1m: characters / 4, so "
-        "about tokens (default: the kind's usual length)")
+    add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
+        "path/to/my_task.py (default: notes, and evidence with --data)")
+    add("--lengths", type=lengths, default=[None], help="of contexts, as 8000,128k,1m: "
+        "characters / 4, so about tokens (default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
     add("--split", default="heldout", choices=("heldout", "train", "all"),
-        help="questions kept from training, those of training, or all rows of --data "
-        "(default: heldout)")
-    add("--strict", action="store_true", help="refuse a --data file with rows that cannot "
-        "be used (default: they are left out)")
-    add("--n", type=int, help="questions per kind and length (default 128, or the file's)")
+        help="questions kept from training (the default), those of training, or all")
+    add("--n", type=int, default=128, help="questions per kind and length (default 128)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
-    add("--reward", help="file.py or file.py:function that scores in place of the task, or "
-        "a model: judge:model=NAME,url=URL[,tokens=N]")
-
-    api.add_flags(parser.add_argument_group("a server").add_argument)
-
-    add = parser.add_argument_group("results").add_argument
-    add("--json", help="write rows, differences and records to this file")
+    add("--reward", help="file.py or file.py:function that scores in place of the task")
+    add("--out", help="write each answer to this JSONL file, and ask only what it lacks")
     add("--html", help="write the report, one page, to this file")
     add("--save", help="write the trees to this JSONL file")
-    add("--resume", action="store_true", help="continue from the journal of these files")
     args = parser.parse_args()
-    args.defaults = vars(parser.parse_args([]))  # the report tells what differs from them
+    if not (args.model or args.policy or args.api and args.api_model):
+        parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
+    for unknown in set(args.methods or ()) - set(METHODS):
+        parser.error(f"there is no method {unknown}")
     return args
 
 
-def main() -> None:
-    from lab.compare import Comparison
+def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple[dict, Rollout]]:
+    """What is in the file of --out: (kind, length, method, number of the question) ->
+    (record, tree). Its first line has the settings; ValueError if they are others."""
+    lines = []
+    if os.path.exists(path):
+        *lines, _ = Path(path).read_text().split("\n")  # _ is what a kill has cut, or ""
+    if lines and json.loads(lines[0]) != settings:
+        raise ValueError(f"{path} was written by another command: name another --out")
+    write_text(path, "".join(line + "\n" for line in lines or [json.dumps(settings)]))
+    answers = {}
+    for row in map(json.loads, lines[1:]):
+        name, tree = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
+        answers[name] = row, tree
+    return answers
 
+
+def run(args: argparse.Namespace) -> None:
+    """Ask every method every question that --out lacks, and write what comes of it."""
+    from lab import report
+
+    args.tasks = args.tasks or [tasks.usual(args.data)]
+    kinds = [tasks.name_of(tasks.load(spec)) for spec in args.tasks]
+    score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
+    data = args.data and tasks.read(args.data, args.tasks[0])
+    if data and args.split != "all":
+        data = tasks.split(data)[args.split == "heldout"]  # as train.py splits it
+    config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
+    if args.api:
+        asked = rlm.RLM.from_api(args.api, args.api_model, args.temperature, args.sandbox)
+    elif args.model:
+        asked = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=64)
+        config, tokenizer = asked.config, asked.tokenizer
+    args.methods = args.methods or [trained_as(config)]
+    settings = {name: value for name, value in vars(args).items()
+                if name not in ("out", "html", "save")}
+    answers = earlier_answers(args.out, settings) if args.out else {}
+
+    async def one(question: tuple[tuple, Task]) -> None:
+        name, task = question
+        script = args.policy and tasks.scripted(tasks.of(task).oracle, task, tokenizer)
+        record, tree = await ask(name[2], task, script or asked.policy, tokenizer, config,
+                                 (args.seed, *name), score)
+        tree = replace(tree, task=replace(task, context=None))  # a seed makes it again
+        answers[name] = record, tree
+        if args.out:
+            with open(args.out, "a", encoding="ascii") as file:
+                row = {"name": name, **record, "tree": tree}
+                print(json.dumps(row, default=vars), file=file)
+
+    print(report.HEAD)
+    cells, rows = {}, []
+    for cell in itertools.product(kinds, args.lengths, args.methods):
+        questions = data[:args.n] if data else heldout_tasks(
+            args.n, cell[0], args.seed, length=cell[1], heldout=args.split != "train")
+        names = [(*cell, i) for i in range(len(questions))]
+        todo = [(name, task) for name, task in zip(names, questions)
+                if name not in answers or answers[name][1].failed]
+        label, at_once = f"{cell[0]} {cell[2]}", 8 if args.api else 64
+        asyncio.run(side_by_side(one, todo, at_once, config, label))
+        cells[cell] = {name[3]: answers[name][0] for name in names}
+        rows.append(summary(list(cells[cell].values()), *cell))
+        print(report.table_line(rows[-1]))
+        for why in {record["failed"] for record in cells[cell].values()} - {""}:
+            print(f"  failed: {why:.200}")
+
+    pairs = differences(cells)
+    for pair in pairs:
+        print(report.difference_line(pair))
+    trees = [tree for _, tree in answers.values()]
+    labels = [" ".join(str(part) for part in name if part is not None) for name in answers]
+    if args.save:
+        write_rollouts(args.save, trees)
+    if args.html:
+        found = gaps(asked.sampler.model, trees) if args.model and not args.policy else {}
+        write_report(args.html, "Evaluation", settings, rows, tokenizer=tokenizer,
+                     trees=list(zip(labels, trees)), differences=pairs, gaps=found)
+    if not any(row["n"] for row in rows):
+        raise REPLError("no question could be scored")
+
+
+def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     try:
-        Comparison(read_flags()).run()
+        run(read_flags())
     except KeyboardInterrupt:
-        sys.exit("eval.py: interrupted")
-    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
-        raise
-    except (OSError, ValueError, SamplerError, REPLError) as error:
-        sys.exit(f"eval.py: {console.line(error)}")
+        sys.exit("eval.py: interrupted; with --out the same command goes on")
+    except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:
+        if handed_in.is_theirs(error):
+            raise
+        sys.exit(f"eval.py: {error}")
 
 
 if __name__ == "__main__":
-    console.start(main)
+    main()

@@ -23,10 +23,9 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y; 
 
 A batch goes through the functions from top to bottom: `advantages` (one per tree),
 `inherit` (a Credit per node), `node_weights` (the factors 1/k), `make_rows` (one per
-node), `micro_batches` and `collate` (packs of rows without padding; each row sees only
-itself, and what rows begin with in common is computed once), `policy_loss`. All weights
-are known before the first forward pass, so the loss depends neither on the packs nor on
-which rank computes them.
+node), `collate` (a pack of rows without padding; each row sees only itself), `policy_loss`.
+All weights are known before the first forward pass, so the loss depends neither on the
+packs, which runtime/packing.py makes, nor on which rank computes them.
 
 `credit` is the objective "grpo". Those of others are functions like it, and live in
 lab/objectives.py. Left out: a value function.
@@ -35,14 +34,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, zip_longest
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from runtime.flags import check, flag
-from runtime.prefixes import WORTH_SHARING, by_prefix
 from tree import Node, Rollout
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
@@ -56,9 +54,8 @@ TRUST_MAX = 2.0  # the weight pi_old / pi_sampler is at most this
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, fork, filter, dpo, own, "
-                "half_own, process, one_child (lab/objectives.py); or "
-                "path/to/file.py[:function]")
+        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own, "
+                "process (lab/objectives.py); or path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))
@@ -74,9 +71,6 @@ class GRPOConfig:
         "on", "divide by the group's deviation (Dr. GRPO: off)", choices=("on", "off"))
     updates: int = flag(1, "optimizer steps on each batch, each over all of it", 1)
     kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from")
-    cost: float = flag(
-        0.0, "price of a thousand sampled tokens, taken off the reward that the objective "
-             "sees; scores that are reported stay as they are")
 
     def __post_init__(self):
         check(self)
@@ -93,16 +87,6 @@ def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
         if not rollout.failed:
             groups[rollout.group].append(i)
     return groups
-
-
-def priced(rollouts: list[Rollout], config: GRPOConfig) -> list[Rollout]:
-    """The rollouts as the objective sees them: each reward less the price of its tree."""
-    return [replace(r, reward=net(r.reward, r.root, config)) for r in rollouts]
-
-
-def net(score: float, node: Node, config: GRPOConfig) -> float:
-    """A score less the price of all tokens that were sampled in the node and below it."""
-    return score - config.cost * sum(below.sampled for below in node.walk()) / 1000
 
 
 def advantages(rollouts: list[Rollout], config: GRPOConfig = GRPOConfig(),
@@ -188,7 +172,7 @@ class Row:
     mask: list[int]  # 1 for sampled tokens
     logprobs: list[float]  # the sampler's, 0 where mask is 0
     advantages: list[float]  # of each sampled token
-    weight: float  # of each sampled token in the loss: Credit.weight times c over the trees
+    weight: float  # of each sampled token in the loss
     depth: int = 0
 
 
@@ -218,103 +202,11 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     return rows
 
 
-@dataclass(frozen=True)
-class Family:
-    """Rows that begin alike, and are computed together."""
-    rows: list[Row]
-    size: float  # in tokens: what they take in memory
-    cost: float
-
-
-def families(rows: list[Row], limit: float, attention_cost: float,
-             seen_cost: float) -> list[Family]:
-    """The rows in families of at most this size, or of one row. Rows that have too little
-    in common are left apart, because small families are easier to pack."""
-    order, shared = by_prefix([row.ids for row in rows])
-    rows = [rows[i] for i in order]
-    tokens = [0, *accumulate(len(row.ids) for row in rows)]
-    saved = [0, *accumulate(shared)]
-
-    def size(low: int, high: int) -> float:
-        seen, equal = tokens[high] - tokens[low], saved[high] - saved[low + 1]
-        return seen - equal + (seen_cost * seen if equal else 0)
-
-    def family(low: int, high: int) -> Family:
-        members = rows[low:high]
-        new = [len(row.ids) - n for row, n in zip(members, [0, *shared[low + 1:high]])]
-        cost = sum(n * (1 + attention_cost * len(row.ids)) for row, n in zip(members, new))
-        return Family(members, size(low, high), cost)
-
-    result, parts = [], [(0, len(rows))] if rows else []
-    while parts:
-        low, high = parts.pop()
-        if high - low == 1:
-            result.append(family(low, high))
-            continue
-        # Cut where neighbours have least in common, then join pieces up to the limit.
-        least = min(shared[low + 1:high])
-        cuts = [i for i in range(low + 1, high) if shared[i] == least]
-        pieces = dict.fromkeys(pairwise([low, *cuts, high]))
-        worth = least >= WORTH_SHARING * min(limit, size(low, high))
-        joined = []
-        for begin, end in pieces:
-            if joined and worth and size(joined[-1][0], end) <= limit:
-                begin, _ = joined.pop()
-            joined.append((begin, end))
-        result += [family(*part) for part in joined if part not in pieces]
-        parts += [part for part in joined if part in pieces]  # perhaps cut again
-    return result
-
-
-def micro_batches(rows: list[Row], max_tokens: int, attention_cost: float = 0.0,
-                  seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list[Row]]:
-    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. If
-    rows share, each token that they see counts as seen_cost more.
-
-    A longer row is a pack of its own. Every rank gets the same number of packs, some empty
-    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T in time. All
-    ranks always work on packs of similar cost, so that none waits long for another."""
-    def size(pack: list[Family]) -> float:
-        return sum(family.size for family in pack)
-
-    def cost(pack: list[Family]) -> float:
-        return sum(family.cost for family in pack)
-
-    def number(units: list[Family]) -> int:
-        """The least number of packs. Two larger than half a pack cannot share one."""
-        large = sum(2 * family.size > max_tokens for family in units)
-        needed = max(math.ceil(size(units) / max_tokens), large)
-        return math.ceil(needed / ranks) * ranks
-
-    units = families(rows, max_tokens, attention_cost, seen_cost)
-    if ranks > 1 and rows:  # so small that no rank is left without
-        limit = min(max_tokens, size(units) / number(units))
-        units = families(rows, limit, attention_cost, seen_cost)
-    packs = [[] for _ in range(min(number(units), len(units)))]
-    for family in sorted(units, key=lambda family: family.size, reverse=True):
-        with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
-        if not with_room:
-            packs.append([])
-            with_room = packs[-1:]
-        min(with_room, key=cost).append(family)
-
-    packs.sort(key=cost, reverse=True)
-    packs += [[] for _ in range(-len(packs) % ranks)]
-    return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
-
-
-def distinct_tokens(rows: list[Row]) -> int:
-    """How many of their tokens have to be computed: equal beginnings count once."""
-    _, shared = by_prefix([row.ids for row in rows])
-    return sum(len(row.ids) for row in rows) - sum(shared)
-
-
-def collate(rows: list[Row], device) -> dict[str, Tensor | list[int] | int]:
+def collate(rows: list[Row], device) -> dict[str, Tensor | list[int]]:
     """The tensors of a pack. An empty one has a single token, with mask 0.
 
-    ids and mask are (1, T): rows one after another, whose lengths are in "lengths";
-    "computed" is how many of the T tokens are computed. The others are (N,), one entry per
-    sampled token, in the order of model.logprobs."""
+    ids and mask are (1, T): rows one after another, whose lengths are in "lengths". The
+    others are (N,), one entry per sampled token, in the order of model.logprobs."""
     def flat(values, dtype=torch.float32):
         listed = [value for row in rows for value in values(row)]
         return torch.tensor(listed, dtype=dtype, device=device)
@@ -323,7 +215,6 @@ def collate(rows: list[Row], device) -> dict[str, Tensor | list[int] | int]:
         "ids": torch.tensor([[i for row in rows for i in row.ids] or [0]], device=device),
         "mask": torch.tensor([[m for row in rows for m in row.mask] or [0]], device=device),
         "lengths": [len(row.ids) for row in rows] or [1],
-        "computed": distinct_tokens(rows),
         "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
         "advantages": flat(lambda row: row.advantages),
         "weights": flat(lambda row: [row.weight] * sum(row.mask)),
@@ -393,16 +284,3 @@ class Stats:
         return (means(total) if total else dict.fromkeys(WATCHED[1:])) | {
             "largest_gap": self.largest_gap,
             "by_depth": [{"share": sums[0] / total[0]} | means(sums) for sums in self.sums]}
-
-
-def own_correlation(rollouts: list[Rollout], per_tree: list[float]) -> float | None:
-    """Pearson's correlation of the nodes' own scores and the advantages that they inherit:
-    how well a root's reward tells which child did well. None without scores, or if one of
-    the two is constant."""
-    pairs = [(node.score, advantage) for rollout, advantage in zip(rollouts, per_tree)
-             for node in rollout.root.walk() if not rollout.failed]
-    pairs = [(score, advantage) for score, advantage in pairs if score is not None]
-    try:
-        return statistics.correlation(*zip(*pairs))
-    except (statistics.StatisticsError, TypeError):  # TypeError: there are no pairs
-        return None

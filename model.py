@@ -1,17 +1,17 @@
-"""The decoder, for training and for cached decoding; its log-probabilities; LoRA.
+"""The decoder, its log-probabilities, LoRA, and checkpoints.
 
 A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
 (also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
 on every query and key head before the rotation. Parameters have the names of the Hugging
 Face checkpoints: what was trained loads in transformers or vLLM.
 
-The KV cache is not here. Attention hands queries, keys and values to a function `attend`:
-the sampler brings one for its pages, runtime/attention.py has one for rows that are packed
-one after another. Without it, attention is causal over each row of the batch.
+Attention hands queries, keys and values to a function `attend`: runtime/pages.py has one
+for the sampler's cache, runtime/attention.py one for rows packed one after another. Without
+it, attention is causal over each row of the batch.
 
 LoRA freezes all weights and adds (alpha / rank) B A to each linear layer of attention and
-MLP. The sampler and checkpoints get the sum, computed in float32. A starts uniform in
-+-1/sqrt(inputs), B at zero; the best learning rate then hardly depends on the rank.
+MLP. A starts uniform in +-1/sqrt(inputs), B at zero; the best learning rate then hardly
+depends on the rank. The sampler's copy and checkpoints have the sum, computed in float32.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
 checkpoints; runtime/hf.py refuses them by name. Sources: Llama (arXiv 2302.13971), Qwen2
@@ -36,7 +36,8 @@ from runtime import hf
 from runtime.attention import Gather, PackedRows, linear_float32
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
-from runtime.plan import LOGITS_BYTES
+
+LOGITS_BYTES = 1 << 27  # float32 logits at a time; for 32k tokens of Qwen3 it were 20 GB
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,6 @@ class Qwen3Config:
     tie_word_embeddings: bool = True
     model_type: str = "qwen3"
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.model_type == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.model_type == "qwen3"
-
     @classmethod
     def read(cls, path: str) -> "Qwen3Config":
         """Raises FileNotFoundError, or ValueError with a line that names file and field."""
@@ -79,9 +72,9 @@ class Qwen3Config:
 class Block(nn.Module):
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope, attend) -> Tensor:
@@ -94,16 +87,16 @@ class Attention(nn.Module):
         super().__init__()
         D, E = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
-        self.layer = layer
-        self.head_dim = E
-        self.q_proj = Linear(D, H * E, config.qkv_bias)
-        self.k_proj = Linear(D, K * E, config.qkv_bias)
-        self.v_proj = Linear(D, K * E, config.qkv_bias)
+        self.layer, self.head_dim = layer, E
+        bias = config.model_type == "qwen2"
+        self.q_proj = Linear(D, H * E, bias)
+        self.k_proj = Linear(D, K * E, bias)
+        self.v_proj = Linear(D, K * E, bias)
         self.o_proj = Linear(H * E, D)
         self.q_norm = self.k_norm = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = RMSNorm(E, config.rms_norm_eps)
-            self.k_norm = RMSNorm(E, config.rms_norm_eps)
+        if config.model_type == "qwen3":
+            self.q_norm = nn.RMSNorm(E, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(E, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope, attend) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -121,10 +114,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        D, M = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(D, M)
-        self.up_proj = Linear(D, M)
-        self.down_proj = Linear(M, D)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # B T D
@@ -148,10 +140,6 @@ class Linear(nn.Linear):
         low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
         return y + F.linear(low, self.lora_B.to(x.dtype))  # B T outputs
 
-    def change(self) -> Tensor:
-        """(outputs, inputs) in float32: what the adapters add to the weight."""
-        return self.scale * (full_tensor(self.lora_B) @ full_tensor(self.lora_A))
-
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
@@ -159,23 +147,12 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
     """cos and sin of the rotary angles, each (B, T, 1, E), for `rotate`.
 
     The numbers i and i + E/2 of a head are a point in the plane, which turns by the angle
     position * theta^(-2i/E). sin is negative in the first half. Angles are float32, because
-    positions reach 262,144.
-    """
+    positions reach 262,144."""
     i = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     angles = positions_BT[..., None].float() * theta ** (-i / head_dim)  # B T E/2
     cos, sin = angles.cos(), angles.sin()
@@ -189,218 +166,11 @@ def rotate(x: Tensor, rope) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # B T H E
 
 
-class Qwen3(nn.Module):
-    """Logits from ids, of a Qwen3 or one of its relatives: config.model_type says which.
-
-    `recompute` is activation checkpointing: a layer keeps only its input, and the backward
-    pass computes the rest again. `rank` is the rank of the adapters, 0 without.
-    """
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.config = config
-        self.recompute = False
-        self.rank = 0
-        layers = range(config.num_hidden_layers)
-        self.model = nn.ModuleDict({
-            "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config, layer) for layer in layers),
-            "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
-        })
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-        for weight in self.parameters():
-            if weight.dim() == 2 and not weight.is_meta:  # 0.02 at Qwen3-4B's hidden size
-                nn.init.normal_(weight, std=config.hidden_size ** -0.5)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model["embed_tokens"].weight
-
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
-               attend: Callable | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, D) final states.
-
-        Positions count from 0 in each row unless they are given. `attend(layer, q, k, v)`
-        replaces causal attention: q and what it returns (B, H, T, E), k and v (B, K, T, E).
-        """
-        if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        x = self.model["embed_tokens"](ids_BT)  # B T D
-        rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for block in self.model["layers"]:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, attend, use_reentrant=False)  # B T D
-            else:
-                x = block(x, rope, attend)  # B T D
-        return self.model["norm"](x)  # B T D
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T, V) logits."""
-        return self.lm_head(self.hidden(ids_BT))
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    # --- log-probabilities ----------------------------------------------------------------
-
-    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor, lengths: list[int] | None = None,
-                 chunk: int | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy (nats) of tokens where mask is 1, given those before.
-
-        With `lengths`, B is 1 and T holds rows of these lengths one after another, each of
-        which sees only itself; what they begin with in common is computed once. The mask
-        of a row's first token has to be 0. Returns two
-        float32 tensors (N,) in the order of the rows; entropy has no gradient. Logits exist
-        for `chunk` tokens at a time, by default LOGITS_BYTES of them: those of 32k tokens
-        over 151,936 entries would be 20 GB.
-        """
-        wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
-        if lengths is None:
-            x_ND = self.hidden(ids_BT)[:, :-1][wanted]
-        else:
-            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
-            x_BCD = self.hidden(
-                ids_BT[:, rows.computed], rows.positions[None], rows.attend)
-            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])
-        target_N = ids_BT[:, 1:][wanted]
-        chunk = chunk or max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
-        return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
-
-    # --- LoRA -----------------------------------------------------------------------------
-
-    def adapted(self) -> list[tuple[str, Linear]]:
-        """(name, layer) of the linear layers that adapters go on: all but the head."""
-        return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
-
-    def adapters(self) -> dict[str, Tensor]:
-        return {name: w for name, w in self.named_parameters() if "lora_" in name}
-
-    def weights(self) -> dict[str, Tensor]:
-        """All but the adapters. Of two tied weights only embed_tokens is there."""
-        return {name: w for name, w in self.named_parameters() if "lora_" not in name}
-
-    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
-        """Freeze all weights and add float32 adapters, which change nothing as yet."""
-        generator = torch.Generator().manual_seed(seed)
-        self.requires_grad_(False)
-        self.rank, self.alpha = rank, alpha
-        for _, layer in self.adapted():
-            bound = layer.in_features ** -0.5
-            A = torch.empty(rank, layer.in_features)
-            A.uniform_(-bound, bound, generator=generator)
-            B = torch.zeros(layer.out_features, rank)
-            # On meta weights have no values, but adapters do: from_pretrained moves them.
-            device = "cpu" if layer.weight.is_meta else layer.weight.device
-            layer.lora_A = nn.Parameter(A.to(device))
-            layer.lora_B = nn.Parameter(B.to(device))
-            layer.scale = alpha / rank
-        return self
-
-    @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """The weights that LoRA started from: a KL term's reference, at no memory."""
-        for _, layer in self.adapted():
-            layer.adapter_on = False
-        try:
-            yield
-        finally:
-            for _, layer in self.adapted():
-                layer.adapter_on = True
-
-    @torch.no_grad()
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight) of a plain model that computes the same, in its order.
-
-        An adapted weight is a new float32 tensor, made when its turn comes; the others are
-        this model's own. Of a sharded model all are new, and all ranks have to iterate.
-        """
-        layers = {f"{name}.weight": layer for name, layer in self.adapted() if self.rank}
-        for name, weight in self.weights().items():
-            weight = full_tensor(weight.detach())
-            if name in layers:
-                weight = weight.float() + layers[name].change()
-            yield name, weight
-
-    def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
-        """A frozen plain model that computes the same, in new memory and in `dtype`."""
-        with torch.device("meta"):
-            copy = Qwen3(self.config)
-        dtype = dtype or self.lm_head.weight.dtype
-        copy._fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
-        return copy.requires_grad_(False)
-
-    def save_adapter(self, path: str, base: str, write: bool = True) -> None:
-        """Write PEFT's files; `base` is the directory of the frozen weights. All ranks of a
-        sharded model have to call this, one of them with `write`."""
-        tensors = {name: full_tensor(w.detach()) for name, w in self.adapters().items()}
-        if write:
-            hf.write_adapter(path, tensors, self.rank, self.alpha, base)
-
-    @torch.no_grad()
-    def load_adapter(self, path: str) -> None:
-        """Fill adapters of the same rank from files. Raises like from_pretrained."""
-        places = self.adapters()
-        for name, tensor in hf.read_adapter(path, places, self.rank, self.alpha):
-            place = places[name]
-            place.copy_(local_share(tensor.to(place.device), place))
-
-    # --- checkpoints ----------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
-                        device: str = "cpu",
-                        prepare: Callable = lambda model: None) -> "Qwen3":
-        """From a directory in the Hugging Face layout, one file or several with an index.
-
-        Each tensor goes from its file to its place in `dtype` on `device`, one by one.
-        Before, `prepare(model)` may add adapters and shard: a rank keeps its share only.
-        Raises FileNotFoundError, or ValueError with one line that names files and tensors.
-        """
-        config = Qwen3Config.read(os.path.join(path, hf.CONFIG))
-        with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
-            model = cls(config)
-        prepare(model)
-        weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
-        places = model.weights()
-        for name, tensor in hf.read_weights(path, places):
-            # A copy, not the mapped file: replacing a file must not change the weights.
-            tensor = tensor.to(dtype=dtype, device=device, copy=True)
-            weights[name] = local_share(tensor, places[name])
-        model._fill(weights)
-        return model
-
-    def _fill(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict(weights, strict=False, assign=True)
-        if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
-            self.lm_head.weight = self.model["embed_tokens"].weight
-        self.check_tie()
-
-    def check_tie(self) -> None:
-        """Raise RuntimeError unless embedding and head are one tensor exactly if tied."""
-        one = self.lm_head.weight is self.model["embed_tokens"].weight
-        if one != self.config.tie_word_embeddings:
-            raise RuntimeError("embed_tokens and lm_head are not tied as the config says")
-
-    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and the weights, adapters merged. One rank of a sharded model
-        calls this while the others iterate over `merged`."""
-        dtype = dtype or self.lm_head.weight.dtype
-        sizes = {name: w.numel() * dtype.itemsize for name, w in self.weights().items()}
-        merged = self.merged()
-        try:
-            hf.write_weights(path, merged, sizes, dtype)
-            write_json(os.path.join(path, hf.CONFIG), self.config.to_json(dtype))
-        finally:
-            deque(merged, 0)  # the other ranks wait for the rest, also if the disk is full
-
-
 class HeadLogprobs(torch.autograd.Function):
     """x (N, D), weight (V, D), target (N,) -> log p(target) and entropy, float32 (N,).
 
     Logits exist for `chunk` tokens at a time and are computed again in the backward pass.
-    Autograd would make a gradient of the weight for every chunk before adding it (622 MB
-    for V 151,936 and D 1024); here all chunks are added to one.
-    """
+    All chunks add to one gradient of the weight; autograd would make one for each."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_N, chunk):
@@ -436,3 +206,194 @@ class HeadLogprobs(torch.autograd.Function):
                 dweight_VD.addmm_(d_nV.T, x)
             del d_nV
         return dx_ND, dweight_VD, None, None
+
+
+class Qwen3(nn.Module):
+    """Logits from ids, of a Qwen3 or one of its relatives: config.model_type says which.
+
+    `recompute` is activation checkpointing: a layer keeps only its input, and the backward
+    pass computes the rest again. `rank` is the rank of the adapters, 0 without."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.recompute = False
+        self.rank = 0
+        layers = range(config.num_hidden_layers)
+        self.model = nn.ModuleDict({
+            "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList(Block(config, layer) for layer in layers),
+            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+        })
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        for weight in self.parameters():
+            if weight.dim() == 2 and not weight.is_meta:  # 0.02 at Qwen3-4B's hidden size
+                nn.init.normal_(weight, std=config.hidden_size ** -0.5)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model["embed_tokens"].weight
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
+               attend: Callable | None = None) -> Tensor:
+        """(B, T) ids -> (B, T, D) final states.
+
+        Positions count from 0 in each row unless they are given. `attend(layer, q, k, v)`
+        replaces causal attention: q and its result (B, H, T, E), k and v (B, K, T, E)."""
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        x = self.model["embed_tokens"](ids_BT)  # B T D
+        rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for block in self.model["layers"]:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)  # B T D
+            else:
+                x = block(x, rope, attend)  # B T D
+        return self.model["norm"](x)  # B T D
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, V) logits."""
+        return self.lm_head(self.hidden(ids_BT))
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    # --- log-probabilities ----------------------------------------------------------------
+
+    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor,
+                 lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy (nats) of tokens where mask is 1, given those before:
+        two float32 tensors (N,) in the order of the rows; entropy has no gradient.
+
+        With `lengths`, B is 1 and T holds rows of these lengths one after another, each of
+        which sees only itself; what they begin with in common is computed once. The mask of
+        a row's first token has to be 0."""
+        wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
+        if lengths is None:
+            x_ND = self.hidden(ids_BT)[:, :-1][wanted]
+        else:
+            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
+            ids_BC = ids_BT[:, rows.computed]
+            x_BCD = self.hidden(ids_BC, rows.positions[None], rows.attend)
+            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])
+        target_N = ids_BT[:, 1:][wanted]
+        chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
+        return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
+
+    # --- LoRA -----------------------------------------------------------------------------
+
+    def adapted(self) -> list[tuple[str, Linear]]:
+        """(name, layer) of the linear layers that adapters go on: all but the head."""
+        return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
+
+    def adapters(self) -> dict[str, Tensor]:
+        return {name: w for name, w in self.named_parameters() if "lora_" in name}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All but the adapters. Of two tied weights only embed_tokens is there."""
+        return {name: w for name, w in self.named_parameters() if "lora_" not in name}
+
+    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
+        """Freeze all weights and add float32 adapters, which change nothing as yet."""
+        generator = torch.Generator().manual_seed(seed)
+        self.requires_grad_(False)
+        self.rank, self.alpha = rank, alpha
+        for _, layer in self.adapted():
+            bound = layer.in_features ** -0.5
+            A = torch.empty(rank, layer.in_features)
+            A.uniform_(-bound, bound, generator=generator)
+            # On meta weights have no values, but adapters do: from_pretrained moves them.
+            device = "cpu" if layer.weight.is_meta else layer.weight.device
+            B = torch.zeros(layer.out_features, rank, device=device)
+            layer.lora_A, layer.lora_B = nn.Parameter(A.to(device)), nn.Parameter(B)
+            layer.scale = alpha / rank
+        return self
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """The weights that LoRA started from: a KL term's reference, at no memory."""
+        for _, layer in self.adapted():
+            layer.adapter_on = False
+        try:
+            yield
+        finally:
+            for _, layer in self.adapted():
+                layer.adapter_on = True
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, weight) of a plain model that computes the same, in its order.
+
+        An adapted weight is a new float32 tensor, made when its turn comes; the others are
+        this model's own. Of a sharded model all are new, and all ranks have to iterate."""
+        layers = {f"{name}.weight": layer for name, layer in self.adapted() if self.rank}
+        for name, weight in self.weights().items():
+            weight = full_tensor(weight.detach())
+            layer = layers.get(name)
+            if layer is not None:
+                product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
+                weight = weight.float() + layer.scale * product
+            yield name, weight
+
+    def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
+        """A frozen plain model that computes the same, in new memory and in `dtype`."""
+        with torch.device("meta"):
+            copy = Qwen3(self.config)
+        dtype = dtype or self.lm_head.weight.dtype
+        copy._fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
+        return copy.requires_grad_(False)
+
+    def save_adapter(self, path: str, base: str, write: bool = True) -> None:
+        """Write PEFT's files; `base` is the directory of the frozen weights. All ranks of a
+        sharded model have to call this, one of them with `write`."""
+        tensors = {name: full_tensor(w.detach()) for name, w in self.adapters().items()}
+        if write:
+            hf.write_adapter(path, tensors, self.rank, self.alpha, base)
+
+    @torch.no_grad()
+    def load_adapter(self, path: str) -> None:
+        """Fill adapters of the same rank from files. Raises like from_pretrained."""
+        places = self.adapters()
+        for name, tensor in hf.read_adapter(path, places):
+            place = places[name]
+            place.copy_(local_share(tensor.to(place.device), place))
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
+                        device: str = "cpu",
+                        prepare: Callable = lambda model: None) -> "Qwen3":
+        """From a directory in the Hugging Face layout, one file or several with an index.
+
+        Each tensor goes from its file to its place in `dtype` on `device`, one by one.
+        Before, `prepare(model)` may add adapters and shard: a rank keeps its share only.
+        Raises FileNotFoundError, or ValueError with a line that names files and tensors."""
+        config = Qwen3Config.read(os.path.join(path, hf.CONFIG))
+        with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
+            model = cls(config)
+        prepare(model)
+        weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
+        places = model.weights()
+        for name, tensor in hf.read_weights(path, places):
+            # A copy, not the mapped file: replacing a file must not change the weights.
+            tensor = tensor.to(dtype=dtype, device=device, copy=True)
+            weights[name] = local_share(tensor, places[name])
+        model._fill(weights)
+        return model
+
+    def _fill(self, weights: dict[str, Tensor]) -> None:
+        self.load_state_dict(weights, strict=False, assign=True)
+        if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
+            self.lm_head.weight = self.model["embed_tokens"].weight
+
+    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and the weights, adapters merged. One rank of a sharded model
+        calls this while the others iterate over `merged`."""
+        dtype = dtype or self.lm_head.weight.dtype
+        merged = self.merged()
+        try:
+            hf.write_weights(path, merged, dtype)
+            write_json(os.path.join(path, hf.CONFIG), self.config.to_json(dtype))
+        finally:
+            deque(merged, 0)  # the other ranks wait for the rest, also if the disk is full

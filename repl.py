@@ -9,9 +9,10 @@ without torch: it forks in 1 ms, the trainer in 40. The server forks one worker 
 relays messages between the two, and keeps the clock: the client may be busy with a forward
 pass, and nobody has checked the code that a worker runs.
 
-Here: client, worker with the builtins that the code sees. Elsewhere: messages
-(runtime/frames.py), server (runtime/repl_server.py), isolation (runtime/sandbox.py), the
-prompt of `python repl.py` (lab/shell.py).
+Here: client, worker with the builtins that the code sees, and the prompt of
+`python repl.py`. Elsewhere: messages (runtime/frames.py), server (runtime/repl_server.py),
+isolation (runtime/sandbox.py). Left out: signal handlers of the code. One that raises while
+an answer is awaited, or between two blocks, ends its own REPL.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import builtins as python_builtins
 import contextlib
 import io
-import itertools
 import json
 import linecache
 import os
@@ -29,45 +29,33 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runtime.frames import (BUILTINS, HEADER, FrameTooLarge, Result, frame, json_value,
+from runtime.frames import (BUILTINS, HEADER, Result, frame, json_value,
                             read_query, read_result, take_frame)
-from runtime.handlers import Handlers
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
-
-if TYPE_CHECKING:
-    from runtime.places import Places
 
 # --- the client ---------------------------------------------------------------------------
 
 
 class REPL:
-    """One Python namespace in a process of its own; an async context manager.
+    """One Python namespace in a process of its own; an async context manager. It runs one
+    block at a time.
 
     `context` is any JSON value. `tools` is Python source that runs first: what it defines
-    belongs to the builtins, as do functions called `host`, whose calls are queries of the
-    kind "tool". Raises REPLError if it cannot be started, even if the cause is in `tools`
-    or in the size of the context. A process uses one `limits.sandbox` at a time: to ask for
-    another one ends the REPLs that are open.
-
-    So many can be open at once as the limit of open files allows; others wait. Code that
-    waits for REPLs up to `below` levels deeper has to say so (runtime/places.py).
+    belongs to the builtins. Raises REPLError if it cannot be started, even if the cause is
+    in `tools` or in the size of the context. A process uses one `limits.sandbox` at a time:
+    to ask for another one ends the REPLs that are open.
     """
 
-    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits(),
-                 below: int = 0, host: Iterable[str] = ()):
+    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits()):
         self.limits = limits
-        self.below = below
-        self._first: dict | None = {
-            "context": context, "tools": tools, "host": list(host)}
-        self._places: Places | None = None  # where it has a place
+        self._first: dict | None = {"context": context, "tools": tools}
         self._sock: socket.socket | None = None
         self._inbox = bytearray()
-        self._busy = False
         self._over: Result | None = None  # the last result: there is no process after it
 
     async def __aenter__(self) -> REPL:
@@ -75,25 +63,25 @@ class REPL:
         return self
 
     async def start(self) -> None:
-        """Start the process, once there is a place for it; nothing the second time."""
+        """Start the process; nothing the second time."""
         import asyncio  # here, as the server and its forks do without it
 
         if self._first is None:
             return
-        self._loop, self._sending = asyncio.get_running_loop(), asyncio.Lock()
-        places = Handle.open_places()
-        await places.take(self.below)
-        self._places = places
+        self._loop = asyncio.get_running_loop()
         try:
             self._sock, theirs = socket.socketpair()
             self._sock.setblocking(False)
             with theirs:
                 Handle.request(theirs, self.limits)
-            result = await self._exchange(b"S", self._first, None)
+            result = await self._exchange(b"S", self._first, nobody)
             if result.error:
                 raise REPLError(f"the REPL did not start: {result.error}")
+        except OSError as error:
+            await self.aclose()
+            raise REPLError(f"the REPL server cannot be reached: {error}") from error
         except BaseException:
-            self._close()
+            await self.aclose()
             raise
         self._first = None  # the context lives in the worker now
 
@@ -102,11 +90,9 @@ class REPL:
 
     async def aclose(self) -> None:
         """End the process, without waiting for its death. May be called twice."""
-        if self._sock and self._busy:  # another task waits: wake it up, it closes
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-        else:
-            self._close()
+        if self._sock is not None:
+            self._sock.close()  # the server sees it, and cleans up
+            self._sock = None
 
     async def execute(self, code: str, on_query: Callable | None = None,
                       echo: bool = False) -> Result:
@@ -114,82 +100,52 @@ class REPL:
         statement, and values of expressions are shown: for people, not for models.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
-        is "llm" or "rlm", `contexts` a list of JSON values or None. For the kind "tool" the
-        prompt is the tool's name, the context [arguments, named arguments], and the answer
-        {"value": ...} or {"error": text}. What on_query raises ends the REPL and is raised
-        here. Raises REPLError if the server was lost or the REPL is closed. After FINAL or
-        a death, further calls return that result again.
+        is "llm" or "rlm", `contexts` a list of JSON values or None. What on_query raises
+        ends the REPL and is raised here. Raises REPLError if the server was lost or the
+        REPL is closed. After FINAL or a death, further calls return that result again.
         """
         if self._over is not None:
             return self._over
-        if self._busy:
-            raise RuntimeError("a REPL runs one block at a time")
-        result = await self._exchange(b"X", {"code": code, "echo": echo}, on_query)
+        message = {"code": code, "echo": echo}
+        result = await self._exchange(b"X", message, on_query or nobody)
         if result.done or result.died:
             self._over = result
-            self._close()  # code that catches the exception of FINAL must not run on
+            await self.aclose()  # code that catches the exception of FINAL must not run on
         return result
 
-    async def _exchange(self, kind: bytes, message: dict, on_query: Any) -> Result:
-        """Send one frame, then answer queries until the D frame comes. Code with threads
-        may ask several at a time."""
-        import asyncio
-
-        self._busy = True
-        asked, refused, most, seconds = 0, 0, self.limits.queries, 0.0
+    async def _exchange(self, kind: bytes, message: dict, on_query: Callable) -> Result:
+        """Send one frame, then answer queries until the D frame comes."""
+        asked, most = 0, self.limits.queries
         try:
             await self._send(kind, message)
-            async with asyncio.TaskGroup() as answering:
-                while True:
-                    kind, data = await self._receive()
-                    if kind == b"T":  # from the server: it lets no worker send one
+            while True:
+                kind, data = await self._receive()
+                try:
+                    if kind == b"T":  # from the server, before each D
                         seconds = json.loads(data[HEADER.size:])
-                        continue
-                    try:
-                        if kind == b"D":
-                            return replace(read_result(data, self.limits), seconds=seconds)
-                        query = read_query(data)
-                    except (ValueError, TypeError, RecursionError) as error:  # forged
-                        return Result(error=f"ProtocolError: {error}", died="protocol",
-                                      seconds=seconds)
-                    count, problem = asked + len(query[2]), ""
-                    if count <= most:
-                        asked = count
-                    else:
-                        problem = f"a block may ask {most} queries, this makes it {count}"
-                        refused += 1
-                    if refused > most:  # it does not stop, and the clock stands meanwhile
-                        return Result(error=f"ProtocolError: {problem}", died="protocol",
-                                      seconds=seconds)
-                    answering.create_task(self._answer(*query, on_query, problem))
-                    await asyncio.sleep(0)  # however fast they come, others have their turn
-        except BaseException as error:  # also if cancelled: an exchange is not continued
-            self._close()
-            raise first_of(error)
-        finally:
-            self._busy = False
-
-    async def _answer(self, number: int, kind: str, prompts: list, contexts: Any,
-                      on_query: Callable | None, problem: str) -> None:
-        """Answer one query; with a `problem`, nobody is asked."""
-        if on_query is None and not problem:
-            problem = "no model is attached to this REPL, so nobody answers"
-        if problem:
-            answers = [f"Error: {problem}"] * len(prompts)
-        else:
-            answers = list(await on_query(kind, prompts, contexts))
-        if len(answers) != len(prompts):
-            raise ValueError(f"on_query: {len(answers)} answers to {len(prompts)} prompts")
-        await self._send(b"R", [number, answers])
+                        _, data = await self._receive()
+                        return replace(read_result(data, self.limits), seconds=seconds)
+                    query = read_query(data)
+                except (ValueError, TypeError, RecursionError) as error:  # forged
+                    return Result(error=f"ProtocolError: {error}", died="protocol")
+                asked += len(query[1])
+                if asked > most:
+                    problem = f"Error: a block may ask {most} queries, this is {asked}"
+                    answers = [problem] * len(query[1])
+                else:
+                    answers = await on_query(*query)
+                await self._send(b"R", answers)
+        except BaseException:  # also if cancelled: an exchange is not continued
+            await self.aclose()
+            raise
 
     async def _send(self, kind: bytes, message: Any) -> None:
         if self._sock is None:
             raise REPLError("the REPL is not open")
         try:
             data = frame(kind, message, self.limits.frame_mb)
-            async with self._sending:  # a frame is not sent into the middle of another
-                await self._loop.sock_sendall(self._sock, data)
-        except (OSError, FrameTooLarge) as error:
+            await self._loop.sock_sendall(self._sock, data)
+        except (OSError, ValueError) as error:
             raise REPLError(f"nothing can be sent to the REPL: {error}") from error
 
     async def _receive(self) -> tuple[bytes, bytes]:
@@ -204,20 +160,10 @@ class REPL:
             self._inbox += data
         return found
 
-    def _close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()  # the server sees it, and cleans up
-            self._sock = None
-        if self._places is not None:
-            self._places.give()
-            self._places = None
 
-
-def first_of(error: BaseException) -> BaseException:
-    """Of errors in groups, one inside another, the first real one."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+async def nobody(kind: str, prompts: list, contexts: Any) -> list:
+    problem = "Error: no model is attached to this REPL, so nobody answers"
+    return [problem] * len(prompts)
 
 
 # --- the worker ---------------------------------------------------------------------------
@@ -255,13 +201,7 @@ class Worker:
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
-        self.handlers = Handlers()  # of signals
-        # The code may have threads. One of those that wait for an answer reads, for all.
-        self.turn = threading.Condition()
-        self.reading = False
-        self.numbers = itertools.count()
-        self.waiting: dict[int, list | None] = {}  # query -> its answers, once they come
-        self.unanswered = 0  # queries, those included that nobody waits for any more
+        self.turn = threading.RLock()  # the code may have threads: they ask one by one
         self.open = False  # a block runs, and no result was sent for it
         self.ending = False  # its result is due: no query is sent any more
         self.blocks = 0
@@ -272,23 +212,21 @@ class Worker:
         self.python = dict(vars(python_builtins))
         self.answer = {"content": "", "ready": False}
 
-    def loop(self, problem: str) -> None:
-        """Run what the client sends. If there is a `problem`, that is every result."""
-        self.handlers.replace_signal()
+    def loop(self) -> None:
+        """Run what the client sends."""
         while True:
-            kind, message = self.receive()
+            kind, data = self.receive()
             self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
             self.open, self.ending = True, False
             run = self.start if kind == b"S" else self.block
-            error = problem or run(**message)
+            error = run(**json.loads(data[HEADER.size:]))
             self.restore()
             self.done(error, draft=self.draft())
 
-    def start(self, context: Any, tools: str, host: list[str]) -> str:
+    def start(self, context: Any, tools: str) -> str:
         """Fill the namespace. Returns the error of `tools`, or ""."""
         call("prctl", SET_NAME, b"repl", 0, 0, 0)
         self.reserved = {name: getattr(self, name) for name in BUILTINS[2:]}
-        self.reserved |= {name: self.host_tool(name) for name in host}
         self.reserved |= {"context": context, "__builtins__": python_builtins}
         self.namespace.update(self.reserved)
         # The annotations of tools are not evaluated, as those of this file are not.
@@ -313,11 +251,7 @@ class Worker:
     def attempt(self, function: Callable, *arguments: Any) -> str:
         """Call it. Returns the short traceback of what it raised, even SystemExit."""
         try:
-            try:
-                self.handlers.end_quiet()
-                function(*arguments)
-            finally:
-                self.handlers.quiet = True
+            function(*arguments)
         except Final:
             return ""
         except BaseException as error:
@@ -334,10 +268,7 @@ class Worker:
     def draft(self) -> Any:
         """What `answer` holds so far; None if that is nothing, or too large."""
         with contextlib.suppress(BaseException):  # whatever the code has put there
-            content = self.namespace["answer"]["content"]
-            if hasattr(content, "__len__") and len(content) > self.limits.answer_chars:
-                return None
-            value = json_value(content)
+            value = json_value(self.namespace["answer"]["content"])
             if value != "" and len(json.dumps(value)) <= self.limits.answer_chars:
                 return value
         return None
@@ -348,27 +279,20 @@ class Worker:
         self.namespace.update(self.reserved)
         sys.setrecursionlimit(1000)
 
-    def receive(self, interruptible: bool = False) -> tuple[bytes, Any] | None:
-        """The next frame; None if a signal handler wants to run before it comes."""
+    def receive(self) -> tuple[bytes, bytes]:
+        """The kind of the next frame, and all of it."""
         while (found := take_frame(self.inbox, self.limits.frame_mb)) is None:
-            if not self.handlers.readable(self.sock, interruptible):
-                return None
             data = self.sock.recv(1 << 18)
             if not data:  # the server ended this REPL
                 os._exit(0)
             self.inbox += data
-        kind, data = found
-        try:
-            return kind, json.loads(data[HEADER.size:])
-        except BaseException:  # the code has filled the stack: a later call reads it
-            self.inbox[:0] = data
-            raise
+        return found
 
     def done(self, error: str, **answer: Any) -> None:
-        """Send the result of the block, unless one was sent. Its queries end first."""
-        with self.handlers.wait(), self.turn:
-            self.ending = True
-            self.read_until(lambda: not self.unanswered)
+        """Send the result of the block, unless one was sent. A query of a thread that is
+        open ends first."""
+        self.ending = True
+        with self.turn:
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
@@ -380,64 +304,17 @@ class Worker:
         self.refuse_forks()
         if contexts is not None:
             contexts = [json_value(context) for context in contexts]
-        number = next(self.numbers)
-        query = (number, kind, [str(prompt) for prompt in prompts], contexts)
+        query = [kind, [str(prompt) for prompt in prompts], contexts]
         data = frame(b"Q", query, self.limits.frame_mb)
-        most = max(1, self.limits.processes)
-        with self.handlers.wait() as interruptible, self.turn:
-            # Those that a handler has ended are still answered: wait, if they are many.
-            self.read_until(lambda: self.unanswered < most, interruptible)
+        with self.turn:
             if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
-            self.waiting[number] = None
-            self.unanswered += 1
-            self.sock.sendall(data)
             try:
-                self.read_until(lambda: self.waiting[number] is not None, interruptible)
-            finally:  # a signal handler may raise
-                answers = self.waiting.pop(number)
-            return answers
-
-    def read_until(self, ready: Callable, interruptible: bool = False) -> None:
-        """Read answers until `ready`. The thread holds `turn`, but not while it reads."""
-        while not ready():
-            if self.reading:
-                self.turn.wait(0.05 if interruptible else None)
-                found = None
-            else:
-                self.reading = True
-                self.turn.release()
-                try:
-                    found = self.receive(interruptible)
-                finally:
-                    self.turn.acquire()
-                    self.reading = False
-                    self.turn.notify_all()
-            if found:
-                number, answers = found[1]
-                self.unanswered -= 1
-                if number in self.waiting:
-                    self.waiting[number] = answers
-            elif interruptible:
-                self.turn.release()
-                try:
-                    self.handlers.end_quiet()
-                finally:
-                    self.handlers.quiet = True
-                    self.turn.acquire()
-                self.refuse_forks()  # by a handler
-
-    def host_tool(self, name: str) -> Callable:
-        """A function that is called in the client's process."""
-        def tool(*arguments: Any, **named: Any) -> Any:
-            reply = self.ask("tool", [name], [[arguments, named]])[0]
-            if isinstance(reply, dict) and "value" in reply:
-                return reply["value"]
-            problem = reply.get("error") if isinstance(reply, dict) else reply
-            raise RuntimeError(f"{name}: {problem}")
-
-        tool.__name__ = tool.__qualname__ = name
-        return tool
+                self.sock.sendall(data)
+                _, data = self.receive()
+            except BaseException:  # of a signal handler: no query may get its answer
+                os._exit(1)
+        return json.loads(data[HEADER.size:])
 
     def refuse_forks(self) -> None:
         if os.getpid() != self.pid:
@@ -448,7 +325,7 @@ class Worker:
     def FINAL(self, value: Any) -> None:
         """End with `value` as the answer. What JSON cannot say becomes its str.
 
-        Raises TypeError for what has none, and for a generator."""
+        Raises TypeError for a generator."""
         self.refuse_forks()
         value = json_value(value)
         size = len(json.dumps(value))
@@ -463,9 +340,8 @@ class Worker:
         no variable's name is the answer itself."""
         if not isinstance(name, str):
             self.FINAL(name)
-        for said in (name, name.strip(" \"'")):
-            if said in self.namespace:
-                self.FINAL(self.namespace[said])
+        if name in self.namespace:
+            self.FINAL(self.namespace[name])
         if not name.isidentifier() or any(name is v for v in self.namespace.values()):
             self.FINAL(name)
         known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"
@@ -524,13 +400,68 @@ def short_traceback(error: BaseException) -> str:
     return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
 
 
-def main() -> int:
-    from lab import shell
+# --- the prompt ---------------------------------------------------------------------------
 
-    return shell.main()
+
+def main() -> int:
+    """Sit in the REPL that a model's code runs in. A script that is piped in is one block.
+    Left out: a model that answers the queries (rlm.py has one)."""
+    import asyncio
+
+    from rlm import describe, read_context
+    from runtime import flags
+    from tasks.in_repl import TOOLS, source
+
+    parser = flags.parser("Sit in the REPL that the model sits in.")
+    parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
+    parser.add_argument("--sandbox", choices=("require", "auto", "off"), default="auto",
+                        help="namespaces around it (default auto: where possible)")
+    args = parser.parse_args()
+
+    with asyncio.Runner() as runner:
+        try:
+            context = read_context(args.files) if args.files else ""
+            repl = REPL(context, source(TOOLS), Limits(sandbox=args.sandbox))
+            runner.run(repl.start())
+        except (OSError, REPLError) as error:
+            sys.exit(f"repl.py: {error}")
+        if not sys.stdin.isatty():
+            result = runner.run(repl.execute(sys.stdin.read()))
+            show(result)
+            return int(bool(result.error))
+
+        names = (*BUILTINS[1:], *(tool.__name__ for tool in TOOLS))
+        print(f"{describe(context, 'full')}\nthere are: {', '.join(names)}\n"
+              "FINAL(value), Ctrl-D or Ctrl-C ends the session")
+        try:
+            while True:
+                result = runner.run(repl.execute(read_block(), echo=True))
+                show(result)
+                if result.done or result.died:
+                    return int(bool(result.died))
+        except (EOFError, KeyboardInterrupt):
+            return 0
+
+
+def read_block() -> str:
+    """The lines of one statement. An empty line ends a compound one."""
+    import codeop
+
+    lines = [input(">>> ")]
+    with contextlib.suppress(SyntaxError, ValueError, OverflowError):  # the REPL says so
+        while codeop.compile_command("\n".join(lines), "<repl>", "single") is None:
+            lines.append(input("... "))
+    return "\n".join(lines) + "\n"
+
+
+def show(result: Result) -> None:
+    if result.stdout:
+        print(result.stdout.removesuffix("\n"), flush=True)
+    if result.error:
+        print(result.error, file=sys.stderr)
+    if result.done:
+        print(result.final)
 
 
 if __name__ == "__main__":
-    from runtime import console
-
-    console.start(main)
+    sys.exit(main())

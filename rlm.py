@@ -17,7 +17,7 @@ Rules:
   checked before each completion. It counts the time that the tree's own code runs, so no
   score hangs on how busy the machine's sampler is. A batched query returns one value per
   prompt; for a call that is refused, here or by the policy, it is an error string.
-- What a message has in thoughts (<think>) is neither code nor answer.
+- A thought (<think>...</think>) that a message begins with is neither code nor answer.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
 (None) turns carry text only. No torch is imported here: the command line and the class RLM
@@ -26,29 +26,29 @@ load a model when they need it.
 Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
 prose, as FINAL(...). Here only a call inside the REPL counts.
 """
-import bisect
+import asyncio
 import contextlib
 import inspect
 import json
 import math
-import os
+import random
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tasks
-from repl import REPL, Limits, first_of
-from runtime import console
+from repl import REPL, Limits, REPLError
+from runtime import flags, handed_in
 from runtime.files import read_json, write_json
-from runtime.flags import from_dict
-from runtime.handed_in import HandedInError
+from runtime.repl_server import trees_at_once
 from tasks import Task
-from tasks.in_repl import can_travel, check_names, help_of, travelling
-from tree import Completion, Node, Refused, Rollout, Turn, Unscored
+from tasks.in_repl import help_of, source
+from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,16 @@ class RLMConfig:
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
     seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
-    style: str = "full"  # full: for pretrained models; bare: without the task's strategy;
-    #                      brief: for models trained from scratch
+    style: str = "full"  # full: for pretrained models; brief: for those made from nothing
     scratch: bool = False  # made from nothing: train.py takes other learning rates
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
     def load(cls, path: str) -> "RLMConfig":
-        """From rlm.json. Raises OSError, or ValueError that names file and field."""
-        try:
-            config = from_dict(cls, read_json(path), may_be_zero=("max_depth",))
-        except ValueError as error:
-            raise ValueError(f"{path}: not an RLM configuration ({error})") from None
-        if config.style not in PROMPTS:
-            raise ValueError(
-                f"{path}: style {config.style!r} is none of {', '.join(PROMPTS)}")
-        return config
+        """From rlm.json. Raises OSError, ValueError, or TypeError for an unknown field."""
+        raw = read_json(path)
+        limits = Limits(**raw.pop("limits", {}))
+        return cls(**raw, limits=limits)
 
     def save(self, path: str) -> None:
         write_json(path, asdict(self))
@@ -86,18 +80,20 @@ class RLMConfig:
 # ------------------------------------------------------------------------------------------
 # One tree, and many
 
+TRIES = 2  # of a tree
+
+
 async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = (),
                   tools: Iterable[Callable] = ()) -> Node:
     """Run one tree for a task and return its root; the answer is root.answer.
 
     `key` seeds the sampling: every completion gets (*key, path, turn). `tools` are
-    callables for the code, beside those of the task's kind. Plain functions travel to the
-    REPL, others are called here (runtime/host_tools.py). Raises ValueError for a name that
-    cannot be a tool's.
+    functions for the code, beside those of the task's kind. They travel to the REPL as
+    source text (tasks/in_repl.py says what they may use).
 
     The policy's mistakes end nodes (`Node.end` says how). Other exceptions come from the
     machine: a REPL that could not be started, a sampler error. The tree is then lost."""
-    tree = _Tree(task, policy, tokenizer, config, key, tuple(tools))
+    tree = _Tree(task, policy, tokenizer, config, key, tools)
     root = Node()
     if tree.open(root, task.query, task.context):
         root.end = "window"
@@ -109,60 +105,76 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple =
     return root
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Of errors in groups, one inside another, the first real one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
-                  key: tuple = (), groups: list[str] | None = None, at_once: int = 256,
-                  tries: int = 2, on_done=lambda rollout: None,
-                  numbers: Iterable[int] | None = None,
+                  key: tuple = (), groups: Sequence[str] = (), at_once: int = 256,
+                  on_done=lambda rollout: None, numbers: Sequence[int] = (),
                   score: Callable = tasks.reward) -> list[Rollout]:
     """Run and score one tree for each question, up to `at_once` side by side.
 
     Returns the rollouts in order. A tree's key ends with its place in the list, or with its
-    number in `numbers`, where this process has only a share of the trees. `score(task,
-    answer) -> float` may be async. `on_done` sees each rollout as it ends.
+    number in `numbers`, where this process has only a share of the trees. `groups` names
+    those that are compared with each other; without it they are the questions' ids.
+    `score(task, answer) -> float` may be async. `on_done` sees each rollout as it ends.
 
-    A tree that the machine lost is run again. After `tries`, or if its score could not be
-    had, it comes back with `failed` set and reward 0: keep it out of means and baselines.
-    If all are lost, the last error is raised."""
-    import asyncio  # where it is used: it takes as long to import as all the rest
+    Trees that the machine lost come back with `failed` set. If all are lost, REPLError says
+    why. What a handed-in file or a score raises ends all at once."""
+    gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
 
-    gate = asyncio.Semaphore(at_once)
-    lost: Exception | None = None
-
-    async def one(i: int, number: int, task: Task) -> Rollout:
-        nonlocal lost
-        root, reward, failed = Node(end="failed"), 0.0, ""
+    async def one(number: int, group: str, task: Task) -> Rollout:
         async with gate:
-            for _ in range(tries):
-                try:
-                    root = await rollout(task, policy, tokenizer, config, (*key, number))
-                    failed = ""
-                    break
-                except HandedInError:  # a bug in the user's file: no second try
-                    raise
-                except Exception as error:
-                    lost, failed = error, repr(error)
-        if not failed:
-            try:
-                reward = await scored(score, task, root.answer)
-            except Unscored as error:
-                lost, failed = error, repr(error)
-        done = Rollout(task, groups[i] if groups else task.id, root, reward, failed)
+            done = await grown(
+                task, policy, tokenizer, config, (*key, number), score, group)
         on_done(done)
         return done
 
-    if numbers is None:
-        numbers = range(len(questions))
-    results = await asyncio.gather(*(
-        one(i, number, task) for i, (number, task) in enumerate(zip(numbers, questions))))
-    if results and all(r.failed for r in results):
-        raise lost
-    return list(results)
+    numbers = numbers or range(len(questions))
+    groups = groups or [task.id for task in questions]
+    rollouts = await asyncio.gather(*map(one, numbers, groups, questions))
+    if rollouts and all(rollout.failed for rollout in rollouts):
+        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
+    return rollouts
+
+
+async def grown(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
+                score: Callable = tasks.reward, group: str = "",
+                grow: Callable = rollout) -> Rollout:
+    """One tree with its score; `grow` makes it.
+
+    One that the machine lost is grown once more: if the REPL server is killed, all trees
+    are lost at once. If that fails too, or its score could not be had, `failed` says why
+    and the reward is 0: keep it out of means and baselines."""
+    for _ in range(TRIES):
+        try:
+            root = await grow(task, policy, tokenizer, config, key)
+            break
+        except Exception as error:
+            if handed_in.is_theirs(error):
+                raise
+            failed = repr(error)
+    else:
+        return Rollout(task, group, Node(end="failed"), 0.0, failed)
+    try:
+        return Rollout(task, group, root, await scored(score, task, root.answer))
+    except Unscored as error:
+        return Rollout(task, group, root, 0.0, repr(error))
 
 
 async def scored(score: Callable, task: Task, answer: Any) -> float:
-    """What score(task, answer) returns, whether it is async or not."""
+    """What score(task, answer) returns, whether it is async or not. Raises ValueError if it
+    is not finite."""
     reward = score(task, answer)
-    return await reward if inspect.isawaitable(reward) else reward
+    if inspect.isawaitable(reward):
+        reward = await reward
+    if not math.isfinite(reward):
+        raise ValueError(f"the score of {task.id} is {reward}, which is not finite")
+    return float(reward)
 
 
 # ------------------------------------------------------------------------------------------
@@ -172,17 +184,9 @@ class _Tree:
     """One tree while it grows: its budgets, and what its nodes share."""
 
     def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                 tools: tuple[Callable, ...]):
-        self.source, self.more_help, self.host = tasks.tools(task.kind), "", None
-        if tools:
-            from runtime.host_tools import HostTools
-
-            check_names((*tasks.tools_of(task.kind), *tools))
-            plain = can_travel(tools)
-            self.source += "\n" + travelling(plain)
-            self.more_help = "\n" + help_of(tools)
-            self.host = HostTools((tool for tool in tools if tool not in plain),
-                                  config.limits.seconds, config.limits.answer_chars)
+                 tools: Iterable[Callable]):
+        self.kind = tasks.of(task)
+        self.tools = (*getattr(self.kind, "TOOLS", ()), *tools)
         self.task = task
         self.policy = policy
         self.tokenizer = tokenizer
@@ -191,14 +195,11 @@ class _Tree:
         self.nodes_left = config.max_nodes - 1
         self.tokens_left = config.tree_tokens
         self.seconds_left = config.seconds
-        # Whether the prompt opens a thought, so that a message only has its end.
-        self.in_thought = getattr(tokenizer, "opens_thought", False)
 
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns. Returns "", or an error text if they leave no room
         for an answer."""
-        system, user = opening(
-            node, query, context, self.task.kind, self.config, self.more_help)
+        system, user = opening(node, query, context, self.kind, self.tools, self.config)
         ids = self.tokenizer.open(system, user) if self.tokenizer else []
         size = len(ids) if self.tokenizer else about(system) + about(user)
         if size >= self.config.window:
@@ -214,12 +215,10 @@ class _Tree:
         if node.kind == "llm":
             completion = await self.sample(node, 0)
             if completion is not None:
-                node.answer, node.end = self.spoken(completion.text), "text"
+                node.answer, node.end = spoken(completion.text), "text"
             return
 
-        repl = REPL(context, self.source, self.config.limits,
-                    below=self.config.max_depth - node.depth,
-                    host=self.host.tools if self.host else ())
+        repl = REPL(context, source(self.tools), self.config.limits)
         async with contextlib.aclosing(repl):  # `act` starts it, once there is code
             for turn in range(self.config.max_turns):
                 completion = await self.sample(node, turn)
@@ -230,7 +229,7 @@ class _Tree:
                     return
                 if turn + 1 == self.config.max_turns:
                     node.end = "turns"
-                elif not self.observe(node, completion, printed, notes, turn, query):
+                elif not self.observe(node, query, printed, notes):
                     node.end = "window"
                     return
 
@@ -260,7 +259,7 @@ class _Tree:
                   context: Any) -> tuple[str, str]:
         """Run the blocks of the last message. Returns what the model sees next, in two
         parts: what was printed, then errors and hints. Or sets the node's end."""
-        blocks, prose = parse(self.spoken(node.turns[-1].text))
+        blocks, prose = parse(node.turns[-1].text)
         hints = [IN_PROSE] if re.search(r"\bFINAL(_VAR)?\(", prose) else []
         if not blocks:
             node.errors.append(turn)
@@ -273,9 +272,8 @@ class _Tree:
             node.repl_seconds += result.seconds
             self.seconds_left -= result.seconds
             if result.stdout:
-                # The first part was cut by the REPL, which says how much is missing.
-                fits = not printed or len(result.stdout) <= room
-                printed.append(result.stdout if fits else cut(result.stdout, room))
+                # The REPL has cut the first part already.
+                printed.append(cut(result.stdout, room) if printed else result.stdout)
                 room = max(0, room - len(result.stdout))
             if result.error:
                 node.errors.append(turn)
@@ -294,69 +292,38 @@ class _Tree:
         return tuple("\n".join(part.rstrip("\n") for part in parts)
                      for parts in (printed, notes))
 
-    def observe(self, node: Node, completion: Completion, printed: str, notes: str,
-                turn: int, query: str) -> bool:
-        """Append what the model sees next. If it does not fit into the window it is cut, so
-        that another message fits behind it: what was printed, then the notes. False if
-        nothing fits."""
+    def observe(self, node: Node, query: str, printed: str, notes: str) -> bool:
+        """Append what the model sees next, halved until another message fits behind it:
+        what was printed first, then the notes. False if not even an empty one fits."""
         room = self.config.window - self.size(node)
-
-        def turn_of(shown: str) -> tuple[Turn, int]:
-            text = observation(
-                shown, turn + 2, self.config.max_turns, query, self.config.style)
-            if self.tokenizer is None:
-                return Turn("user", text), about(text)
-            closed = completion.ids[-1:] == (self.tokenizer.end_of_turn,)
-            ids = self.tokenizer.observe(text, closed)
-            return Turn("user", text, tuple(ids)), len(ids)
-
-        def kept(n: int) -> str:
-            first = max(0, n - len(notes))
-            parts = [cut(printed, first, FULL_WINDOW), cut(notes, n, FULL_WINDOW)]
-            return "\n".join(filter(None, parts))
-
-        whole = len(printed) + len(notes)
-        made, size = turn_of(kept(whole))
-        most = room - min(self.config.turn_tokens, room // 2)  # a message has to fit, too
-        if size >= most:
-            fits = bisect.bisect_left(
-                range(whole), True, key=lambda n: turn_of(kept(n))[1] >= most)
-            if fits:
-                made, size = turn_of(kept(fits - 1))
+        most = room - min(self.config.turn_tokens, room // 2)
+        shown, told = len(printed), len(notes)
+        while True:
+            parts = [cut(printed, shown, FULL_WINDOW), cut(notes, told, FULL_WINDOW)]
+            text = observation("\n".join(filter(None, parts)), node.written + 1,
+                               self.config.max_turns, query, self.config.style)
+            ids = []
+            if self.tokenizer:
+                closed = node.turns[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
+                ids = self.tokenizer.observe(text, closed)
+            size = len(ids) if self.tokenizer else about(text)
+            if size < most or not shown + told:
+                break
+            shown, told = (shown // 2, told) if shown else (0, told // 2)
         if size < room:
-            node.add(made)
+            node.add(Turn("user", text, tuple(ids)))
         return size < room
 
-    def spoken(self, text: str) -> str:
-        """A message without its thought. Of a server's prompt nobody here knows whether it
-        opens one: the end of a thought that begins a line tells."""
-        ends = self.tokenizer is None and re.search("^</think>", text, re.MULTILINE)
-        return spoken(text, self.in_thought or bool(ends))
-
     def size(self, node: Node) -> int:
-        """Tokens of a conversation. Those of a text without ids (of an API, or without a
-        tokenizer) are estimated."""
-        total = 0
-        for turn in node.turns:
-            has_ids = turn.ids or (self.tokenizer and turn.role != "assistant")
-            total += len(turn.ids) if has_ids else about(turn.text)
-        return total
+        """Tokens of a conversation, estimated where there is no tokenizer."""
+        if self.tokenizer:
+            return len(node.ids)
+        return sum(about(turn.text) for turn in node.turns)
 
     async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
                     contexts: list | None) -> list:
-        """Answer llm_query*, rlm_query* and calls of host tools from the parent's code: one
-        value per prompt, in order. The children of one batch run side by side."""
-        import asyncio
-
-        if kind == "tool":
-            if self.host is None:
-                return [{"error": "there is no such tool"}]
-            if self.seconds_left <= 0:
-                return [{"error": "the tree's time is used up"}]
-            begun = time.monotonic()
-            value = await self.host.call(prompts[0], *contexts[0])
-            self.seconds_left -= time.monotonic() - begun
-            return [value]
+        """Answer llm_query* and rlm_query* from the parent's code: one value per prompt, in
+        order. The children of one batch run side by side."""
         if kind == "llm":
             contexts = [None] * len(prompts)
         elif contexts is None:
@@ -365,14 +332,11 @@ class _Tree:
             kind = "llm"  # below max_depth nobody has a REPL
         values: list[Any] = [None] * len(prompts)
         running, limit = [], self.config.max_nodes
-        said = sum(turn.role == "assistant" for turn in parent.turns)
-        asked = (said - 1, len(parent.children))
         for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
             if self.nodes_left < 1:
                 values[i] = f"Error: the tree's budget of {limit} nodes is used up"
                 continue
-            path = (*parent.path, len(parent.children))
-            child = Node(path=path, kind=kind, asked=asked)
+            child = Node((*parent.path, len(parent.children)), kind)
             values[i] = self.open(child, prompt, part)
             if values[i]:
                 continue
@@ -387,7 +351,8 @@ class _Tree:
 
         for i, child, _, part in running:
             values[i] = child.answer
-            child.score = tasks.part_score(self.task, part, child.answer)
+            if hasattr(self.kind, "part_score"):
+                child.score = self.kind.part_score(self.task, part, child.answer)
             if child.answer is None and child.end in ENDS:
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
         return values
@@ -396,7 +361,8 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-OPENS = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n$")  # the end of the line above a block
+# The whole lines of a block: [2] is its code, [3] is None if no fence ends it.
+BLOCK = re.compile(r"^.*?(?<!`)(`{3,})repl[ \t]*\r?\n((?s:.*?))(?:^\1(.*)\n|\Z)", re.M)
 REPEATED = 200  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
@@ -416,25 +382,10 @@ def parse(text: str) -> tuple[list[str], str]:
     """The code of all complete blocks of a message, in order, and the text around them.
 
     A block opens with three or more backticks and "repl", anywhere in a line that ends
-    there. It ends at a line that begins with as many backticks. What is in a thought is no
-    code, even if the thought does not end. A message without the thought that it begins
-    with is `spoken`; a later thought begins a line."""
-    blocks, prose, code, fence, thinks = [], [], [], "", False
-    for line in spoken(text).split("\n"):
-        line += "\n"
-        if not fence and (thinks or line.lstrip().startswith("<think>")):
-            _, ended, line = line.partition("</think>")
-            thinks = not ended
-        if fence and line.startswith(fence):
-            blocks.append("".join(code))
-            fence = ""
-        elif fence:
-            code.append(line)
-        elif opened := OPENS.search(line):
-            code, fence = [], opened[1]
-        else:
-            prose.append(line)
-    return blocks, "".join(prose)
+    there. It ends at a line that begins with as many backticks."""
+    text = spoken(text) + "\n"
+    blocks = [block[2] for block in BLOCK.finditer(text) if block[3] is not None]
+    return blocks, BLOCK.sub("", text)
 
 
 def cut(text: str, size: int, why: str = "") -> str:
@@ -450,22 +401,12 @@ def about(text: str) -> int:
     return len(text.encode("utf-8", "replace")) // 4
 
 
-def spoken(text: str, in_thought: bool = False) -> str:
-    """A message without the thought that it begins with: what follows </think>.
-
-    `in_thought` says that the prompt has opened the thought. "" if it does not end. Further
-    on, </think> is text like any other: code may contain it."""
-    if in_thought or text.lstrip().startswith("<think>"):
+def spoken(text: str) -> str:
+    """A message without the thought that it begins with: what follows </think>, or "" if
+    the thought does not end."""
+    if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
     return text
-
-
-def warn_of_thoughts(tokenizer, config: RLMConfig) -> None:
-    """One line about a model whose prompt opens every message with a thought."""
-    if tokenizer.opens_thought:
-        print("the model's chat template opens every message with a thought: "
-              f"{config.turn_tokens} tokens (turn_tokens in rlm.json) may end before it "
-              "does, and then nothing runs", file=sys.stderr)
 
 
 FULL = """\
@@ -504,27 +445,24 @@ CHILD = "a child with a REPL of its own, working like you"
 READER = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
-PROMPTS = {"full": FULL, "bare": FULL, "brief": BRIEF}
 
 
-def opening(node: Node, query: str, context: Any, kind: str, config: RLMConfig,
-            more_help: str = "") -> tuple[str, str]:
-    """The system and the user message that open a node. `more_help` is that of tools beside
-    those of the task's kind."""
+def opening(node: Node, query: str, context: Any, kind: ModuleType,
+            tools: Iterable[Callable], config: RLMConfig) -> tuple[str, str]:
+    """The system and the user message that open a node."""
     if node.kind == "llm":
         return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
-    system = PROMPTS[config.style]
+    system = BRIEF
     if config.style != "brief":
-        calls, delegate = "", ""
+        calls, delegate, strategy = "", "", ""
         if config.max_nodes > 1:  # otherwise there is nobody to call
             child = CHILD if node.depth < config.max_depth else READER
             calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
-            delegate = "delegate, "
-        system = system.format(
+            delegate, strategy = "delegate, ", getattr(kind, "STRATEGY", "")
+        system = FULL.format(
             output=config.limits.output_chars, turns=config.max_turns,
             tokens=config.turn_tokens, calls=calls, delegate=delegate,
-            tools=tasks.tools_help(kind) + more_help,
-            strategy=tasks.strategy(kind) if config.style == "full" and calls else "")
+            tools=help_of(tools), strategy=strategy)
     return system, f"{query}\n{describe(context, config.style)}"
 
 
@@ -557,11 +495,11 @@ def as_text(context: Any) -> str:
 # ------------------------------------------------------------------------------------------
 # A policy from a sampler, and a trained model to ask
 
-def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.0):
+def local_policy(sampler, tokenizer, temperature: float = 1.0):
     """The policy that samples after node.ids; `sampler` is a sampler.Sampler."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         done = await sampler.generate(node.ids, max_tokens, temperature=temperature,
-                                      stop=tokenizer.stop_ids, key=key, top_p=top_p)
+                                      stop=tokenizer.stop_ids, key=key)
         ids = done.ids[:-1] if done.stop == "stop" else done.ids
         return replace(done, text=tokenizer.decode(ids))
     return policy
@@ -570,11 +508,12 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0, top_p: float = 1.
 class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
-    `trace` holds the root of the last tree. Raises FileNotFoundError or ValueError, one
-    line, for a directory that is no checkpoint."""
+    `trace` holds the root of the last tree. Raises OSError or ValueError for a directory
+    that is no checkpoint."""
+    trace: Node | None = None
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
-                 sandbox: str = "auto"):
+                 sandbox: str = "auto", batch: int = 8):
         import runtime.threads  # before torch: it says how torch's threads wait
         from model import Qwen3
         from runtime.device import DEVICE, compute_dtype
@@ -584,34 +523,28 @@ class RLM:
         model = Qwen3.from_pretrained(model_dir, compute_dtype(model_dir), DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        warn_of_thoughts(self.tokenizer, self.config)
-        self.sampler = Sampler(model, batch=8, window=self.config.window)
+        self.sampler = Sampler(model, batch=batch, window=self.config.window)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
-        self.trace: Node | None = None
 
     @classmethod
     def from_api(cls, url: str, model: str, temperature: float = 1.0,
                  sandbox: str = "auto") -> "RLM":
         """One whose model is behind a server that speaks the chat-completions protocol."""
-        from lab.api import API, Account
+        from lab.api import API
 
-        if not model:
-            raise ValueError("--api needs --api-model NAME")
         self = cls.__new__(cls)
         self.config = load_config("", sandbox=sandbox)
-        self.policy = API(url, model, Account(), temperature)
-        self.tokenizer = self.sampler = self.trace = None
+        self.policy = API(url, model, temperature)
+        self.tokenizer = self.sampler = None
         self.seed = 0
         return self
 
     def completion(self, query: str, context: Any,
                    tools: Iterable[Callable] = ()) -> Any:
         """The answer (any JSON value), or None if the model gave none. `tools` as in
-        `rollout`. In a running event loop, as in a notebook, that loop waits."""
-        from runtime.threads import run
-
-        return run(self.acompletion(query, context, tools))
+        `rollout`. In a notebook an event loop runs already: await `acompletion` there."""
+        return asyncio.run(self.acompletion(query, context, tools))
 
     async def acompletion(self, query: str, context: Any,
                           tools: Iterable[Callable] = ()) -> Any:
@@ -629,17 +562,67 @@ def load_config(model_dir: str, positions: float = math.inf,
 
     The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter
     of this machine, so it does not come from the checkpoint."""
-    path = os.path.join(model_dir, "rlm.json")
-    config = RLMConfig.load(path) if os.path.exists(path) else RLMConfig()
+    path = Path(model_dir, "rlm.json")
+    config = RLMConfig.load(path) if path.exists() else RLMConfig()
     return replace(config, window=min(config.window, positions),
                    limits=replace(config.limits, sandbox=sandbox))
 
 
-def main() -> None:
-    from lab import ask
+# ------------------------------------------------------------------------------------------
+# The command line
 
-    ask.main()
+TINY = Path(__file__).parent / "assets" / "tiny"
+
+
+def main() -> None:
+    parser = flags.parser("Ask a recursive language model about files. Prints its tree, "
+                          "then the answer.",
+                          epilog="The key of --api is read from OPENAI_API_KEY.")
+    add = parser.add_argument
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--demo", action="store_true", help="ask the trained model in "
+                     "assets/tiny about notes that --seed generates")
+    who.add_argument("--model", help="checkpoint directory")
+    who.add_argument("--api", metavar="URL", help="a server, as http://localhost:8000/v1")
+    add("--api-model", metavar="NAME", help="the server's model")
+    add("--seed", type=int, default=0, help="of the sampling, not with --api (default 0)")
+    add("--sandbox", default="auto", choices=("require", "auto", "off"),
+        help="namespaces around the REPL (default auto: where possible)")
+    add("question", nargs="?", help="what to ask")
+    add("files", nargs="*", help="the context (default standard input)")
+    args = parser.parse_args()
+    if bool(args.question) == args.demo:
+        parser.error("a question is needed, but --demo has one of its own")
+    if bool(args.api) != bool(args.api_model):
+        parser.error("--api URL and --api-model NAME go together")
+    try:
+        if args.demo:
+            task = tasks.make("notes", random.Random(f"demo {args.seed}"), heldout=True)
+        else:
+            task = Task("question", "question", args.question, read_context(args.files))
+        if args.api:
+            asked = RLM.from_api(args.api, args.api_model, sandbox=args.sandbox)
+        else:
+            asked = RLM(args.model or TINY, seed=args.seed, sandbox=args.sandbox)
+        answer = asked.completion(task.query, task.context)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        sys.exit(f"rlm.py: {error}")
+
+    print(render(asked.trace) + "\n")
+    if answer is None and asked.trace.end in ENDS:
+        sys.exit(f"rlm.py: no answer: {ENDS[asked.trace.end]}")
+    print(printable(as_text(answer)))  # a model must not steer a terminal
+    if args.demo:
+        print(f"gold: {as_text(task.answer)}\nscore: {tasks.reward(task, answer):.2f}")
+
+
+def read_context(files: list[str]) -> Any:
+    """One file: its text. Several files: {name: text}. None: standard input."""
+    if not files:
+        return sys.stdin.read()
+    texts = {name: Path(name).read_text("utf-8", "replace") for name in files}
+    return texts if len(texts) > 1 else texts[files[0]]
 
 
 if __name__ == "__main__":
-    console.start(main)
+    main()

@@ -9,17 +9,15 @@ the model. It repeats one step until no request is left:
     sample     a request whose tokens are all computed samples one
     retire     finished requests leave
 
-Pages. A request has a page table, and gets a page only when it has tokens for it. When it
-ends, its pages stay as a cache; the least recently used page is evicted first. So a node
-that waits for its children holds nothing. Requests that begin alike share full pages; where
-these end, the page that agrees furthest is copied. A request waits while another computes
-the same prefix, so that a group computes its prompt once.
+A request gets a page only when it has tokens for it. When it ends, its pages stay as a
+cache; the least recently used page is evicted first. So a node that waits for its children
+holds nothing. Requests that begin alike share full pages; where these end, the page that
+agrees furthest is copied. A request waits while another computes the same prefix, so that a
+group computes its prompt once. When no page is left, the youngest running request goes back
+to the queue, keeps what it sampled, and computes it again later.
 
-Preemption. When no page is left, the youngest running request goes back to the queue. It
-keeps what it sampled and computes it again later. The oldest is never preempted.
-
-Randomness. A request's key alone decides the random numbers for its tokens. So neither the
-order of arrival, nor the batch, nor a preemption changes what is sampled.
+A request's key alone decides the random numbers for its tokens, whatever the order of
+arrival, the batch and preemptions.
 
 Left out: swapping pages to the host, speculative decoding, priorities, several devices.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
@@ -32,6 +30,7 @@ from array import array
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -63,14 +62,11 @@ class Request:
     ids: list[int]  # the prompt, then what was sampled
     max_tokens: int
     temperature: float
-    top_p: float
     stop: frozenset[int]
     uniforms: np.ndarray  # one number in [0, 1) for each token it may sample
     done: asyncio.Future
     arrival: int = 0  # its number in order of arrival
-    prompt: int = 0  # length of the prompt
     reused: int = -1  # tokens of the prompt that were cached; -1: it never started
-    started: float = 0.0  # when it first left the queue, by time.monotonic
     computed: int = 0  # how many of ids have their keys and values in its pages
     pages: list[Page] = field(default_factory=list)  # its page table
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
@@ -78,17 +74,15 @@ class Request:
 
 
 class Sampler:
-    """Owns the KV cache; see the module's docstring. It computes with `model` itself, and
-    with its adapters. Only if the weights are sharded, or not of type `dtype`, or with
-    `copy`, it has a copy of them, in which adapters are merged.
+    """Owns the KV cache. It computes with `model` itself, and with its adapters. Only if
+    the weights are sharded, or not of type `dtype`, or with `copy`, it has a copy of them,
+    in which adapters are merged.
 
     `memory` is the size of the pool: bytes (int) or a share of the device's memory (float).
     At most `batch` requests run at once, of at most `window` tokens each, prompt included.
-    `page` is the number of tokens of a page; by default what suits the attention.
-
-    `stats`: tokens `computed`, `reused` from the cache and `sampled`; `steps`; `batches`:
-    how many steps had which number of requests; `preemptions`; `seconds` in steps, those
-    with prompts (`prefill`) and the others (`decode`), and between steps (`idle`)."""
+    `page` is the number of tokens of a page; by default what suits the attention. `stats`
+    counts tokens `computed`, `reused` from the cache and `sampled`, `steps`, the `seconds`
+    in them, and `preemptions`."""
 
     def __init__(self, model: Qwen3, memory: int | float = 0.2, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
@@ -107,44 +101,32 @@ class Sampler:
         self.running: list[Request] = []
         self.engine: asyncio.Task | None = None
         self.arrivals = 0
-        self.last_step: float | None = None  # when it ended
-        counts = ("computed", "reused", "sampled", "preemptions", "steps")
-        times = ("seconds", "prefill", "decode", "idle")
-        self.stats = dict.fromkeys(counts + times, 0) | {"batches": Counter()}
+        self.stats = Counter()
 
     def load(self, model: Qwen3) -> None:
         """Take over the weights of `model` (of the same shape), which have changed, and
         empty the cache. One that shares its weights takes no others."""
-        if self.running or self.waiting:
-            raise RuntimeError("weights cannot change under running requests")
-        if not self.owns and model is not self.model:
-            raise RuntimeError("this sampler computes with the weights of another model")
         if self.owns:
             with torch.no_grad():
                 for mine, (_, new) in zip(self.model.parameters(), model.merged(),
                                           strict=True):
                     mine.copy_(new)
-        self._empty()
+        self.pages = Pages(self.pages.count, self.pages.size)
 
     async def generate(self, ids: list[int], max_tokens: int, temperature: float = 1.0,
-                       stop=(), key=(), top_p: float = 1.0) -> Completion:
+                       stop=(), key=()) -> Completion:
         """Sample after `ids` until a stop id (included), max_tokens or the window's end.
 
-        temperature 0 is greedy. top_p < 1 samples from the fewest most likely tokens that
-        have this probability together; training does not use it. `logprobs` are without
-        temperature and top_p. `key` seeds the sampling. Raises SamplerError."""
-        vocabulary = self.model.config.vocab_size
+        Temperature 0 is greedy. `logprobs` are those at temperature 1. `key` seeds the
+        sampling. Raises SamplerError."""
         if not ids or max_tokens < 1:
             raise SamplerError("a request needs at least one token and one to sample")
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise SamplerError(f"ids outside the vocabulary of {vocabulary}")
-        if not (temperature >= 0 and 0 < top_p <= 1):
-            raise SamplerError(f"temperature {temperature} or top_p {top_p} out of range")
+        if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
+            raise SamplerError("ids outside the model's vocabulary")
         limit = min(self.window, self.pages.count * self.pages.size)
         room = limit - len(ids)
         if room < 1:
-            name = "window" if limit == self.window else "KV pool"
-            raise SamplerError(f"{len(ids)} tokens leave no room in the {name} of {limit}")
+            raise SamplerError(f"{len(ids)} tokens leave no room in a window of {limit}")
 
         seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
         n = min(max_tokens, room)
@@ -155,9 +137,8 @@ class Sampler:
             raise SamplerError("another event loop samples with this model just now")
         done = loop.create_future()
         self.arrivals += 1
-        request = Request(list(ids), n, temperature, top_p, frozenset(stop), uniforms, done,
-                          self.arrivals, len(ids))
-        asked = time.monotonic()
+        request = Request(
+            list(ids), n, temperature, frozenset(stop), uniforms, done, self.arrivals)
         self.waiting.append(request)
         if not working:
             self.engine = asyncio.create_task(self._run())
@@ -166,12 +147,11 @@ class Sampler:
         finally:  # cancelled while it waits; if it runs, the engine's next step removes it
             if request in self.waiting:
                 self.waiting.remove(request)
-        new = request.ids[request.prompt:]
+        new = request.ids[len(ids):]
         end = "length" if max_tokens <= room else "window"
         if new[-1] in request.stop:
             end = "stop"
-        usage = {"prompt": request.prompt, "reused": request.reused, "sampled": len(new),
-                 "waited": request.started - asked}
+        usage = {"prompt": len(ids), "reused": request.reused, "sampled": len(new)}
         return Completion("", tuple(new), tuple(request.logprobs), end, usage)
 
     # --- the engine: everything below runs in one task ------------------------------------
@@ -187,16 +167,12 @@ class Sampler:
         except BaseException as error:  # nobody may wait for a broken engine
             lost = self.waiting + self.running
             self.waiting, self.running = [], []
-            self._empty()
+            self.pages = Pages(self.pages.count, self.pages.size)
             self.attention.reset()
             for request in lost:
                 self._answer(request, SamplerError(f"engine failed: {error!r}"))
             if not isinstance(error, Exception):
                 raise
-
-    def _empty(self) -> None:
-        self.pages = Pages(self.pages.count, self.pages.size)
-        self.last_step = None
 
     def _step(self) -> None:
         """Admit, schedule, forward, sample, retire."""
@@ -213,7 +189,9 @@ class Sampler:
             if sampling:
                 tokens, logprobs = sample(logits_BV, sampling)
                 self._retire(sampling, tokens, logprobs)
-        self._count(step, began)
+            self.stats["computed"] += sum(n for _, n in step)
+            self.stats["steps"] += 1
+        self.stats["seconds"] += time.perf_counter() - began
 
     def _admit(self) -> None:
         """Start waiting requests in order of arrival, as long as they fit."""
@@ -230,11 +208,11 @@ class Sampler:
     def _must_wait(self, request: Request, cached: int) -> bool:
         """Does a running request compute more of this prefix right now than is cached?"""
         end = cached + 1
-        prefix = request.ids[:end]
         in_prompt = [r for r in self.running if len(r.ids) - r.computed > 1]
         # Compare one token first: it rarely agrees, and prefixes are long.
-        likely = [r for r in in_prompt if r.ids[cached:end] == prefix[cached:]]
-        return end < len(request.ids) and any(r.ids[:end] == prefix for r in likely)
+        likely = [r for r in in_prompt if r.ids[cached:end] == request.ids[cached:end]]
+        return end < len(request.ids) and any(r.ids[:end] == request.ids[:end]
+                                              for r in likely)
 
     def _fits(self, request: Request, shared: list[Page]) -> bool:
         """Are there pages for all its tokens, beside what the running ones may still need?
@@ -261,7 +239,7 @@ class Sampler:
         insort(self.running, request, key=lambda r: r.arrival)
         self.stats["reused"] += cached
         if request.reused < 0:
-            request.reused, request.started = cached, time.monotonic()
+            request.reused = cached
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """Who computes its next n tokens, with pages for them. A request that decodes has
@@ -311,10 +289,10 @@ class Sampler:
     def _answer(self, request: Request, error: SamplerError | None = None) -> None:
         if request.done.done():  # Ctrl-C cancelled it in the middle of a step
             return
-        if error is not None:
-            request.done.set_exception(error)
-        else:
+        if error is None:
             request.done.set_result(None)
+        else:
+            request.done.set_exception(error)
 
     def _remove(self, request: Request, forget: bool = False) -> None:
         """It runs no longer; its pages stay as a cache, or are forgotten."""
@@ -325,42 +303,21 @@ class Sampler:
                 self.pool[:, :, page.index] = 0  # masks do not hide NaN from the next user
         request.pages, request.computed = [], 0
 
-    def _count(self, step: list, began: float) -> None:
-        now = time.perf_counter()
-        if self.last_step is not None:
-            self.stats["idle"] += began - self.last_step
-        self.last_step = now
-        kind = "prefill" if any(n > 1 for _, n in step) else "decode"
-        self.stats[kind] += now - began
-        self.stats["seconds"] += now - began
-        if step:
-            self.stats["computed"] += sum(n for _, n in step)
-            self.stats["steps"] += 1
-            self.stats["batches"][len(step)] += 1
-
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
-    """Tokens, and their log-probabilities without temperature and top_p: (2, B) float64."""
-    u_B, temperature_B, top_p_B = torch.tensor(
-        [(r.uniforms[len(r.logprobs)], r.temperature, r.top_p) for r in requests],
+    """Tokens, and their log-probabilities at temperature 1: (2, B) float64."""
+    u_B, temperature_B = torch.tensor(
+        [(r.uniforms[len(r.logprobs)], r.temperature) for r in requests],
         dtype=torch.float64).to(logits_BV.device).unbind(1)
     logprobs_BV = logits_BV.log_softmax(-1)
-    new_B = logits_BV.argmax(-1)
-    if any(r.temperature > 0 for r in requests):
-        divisor_B = temperature_B.clamp(min=1e-6).float()
-        probs_BV = (logprobs_BV / divisor_B[:, None]).softmax(-1)
-        if any(r.top_p < 1 for r in requests):
-            # Keep the fewest most likely tokens that have top_p together (1904.09751).
-            sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-            before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
-            sorted_BV.masked_fill_(before_BV >= top_p_B[:, None], 0)
-            probs_BV = torch.zeros_like(probs_BV).scatter(1, order_BV, sorted_BV)
-        # Draw the token at which the cumulative sum passes the request's own random number.
-        total_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-        u_B1 = (u_B * total_BV[:, -1])[:, None]  # the last total is 1 but for rounding
-        drawn_B = torch.searchsorted(total_BV, u_B1, right=True)[:, 0]
-        drawn_B.clamp_(max=logits_BV.shape[-1] - 1)
-        new_B = torch.where(temperature_B > 0, drawn_B, new_B)
+    divisor_B = temperature_B.clamp(min=1e-6).float()
+    probs_BV = (logprobs_BV / divisor_B[:, None]).softmax(-1)
+    # Draw the token at which the cumulative sum passes the request's own random number.
+    total_BV = probs_BV.cumsum(-1, dtype=torch.float64)
+    u_B1 = (u_B * total_BV[:, -1])[:, None]  # the last total is 1 but for rounding
+    drawn_B = torch.searchsorted(total_BV, u_B1, right=True)[:, 0]
+    drawn_B.clamp_(max=logits_BV.shape[-1] - 1)
+    new_B = torch.where(temperature_B > 0, drawn_B, logits_BV.argmax(-1))
     logprobs_B = logprobs_BV.gather(1, new_B[:, None])[:, 0]
     # One copy to the host: nothing else in a step waits for the device.
     return torch.stack((new_B.double(), logprobs_B.double())).cpu().numpy()
@@ -403,10 +360,9 @@ class Pages:
         rest = request.ids[start:min(start + self.size, last)]
         partial, n = None, 0  # the page that agrees furthest with the rest, and how far
         for page in self.after.get(self.hash(request, len(pages)), ()):
-            if n < len(rest) and page.tokens[:n + 1] == rest[:n + 1]:
-                partial = page
-                while n < len(rest) and page.tokens[n:n + 1] == rest[n:n + 1]:
-                    n += 1
+            alike = [*takewhile(lambda pair: pair[0] == pair[1], zip(page.tokens, rest))]
+            if len(alike) > n:
+                partial, n = page, len(alike)
 
         for page in [partial, *reversed(pages)]:
             if page is not None and page.index in self.unused:

@@ -5,25 +5,16 @@ tokenizer_config.json) and gives the ids that the reference implementation, the 
 tokenizers, gives. For toy models it can train a small vocabulary of Qwen's kind. Left out:
 Jinja, tool calls, default system prompts, and pre-tokenizers that PATTERNS does not have.
 
-Some vocabularies have no token for some of the 256 bytes. In SmolLM2's these are six
-control characters, and the first bytes of planes 4 to 11 of Unicode, which are empty so
-far. As in the reference, such a byte is left out before anything is merged. So `decode`
-does not give it back.
+Some vocabularies have no token for some of the 256 bytes: in SmolLM2's these are six
+control characters and the first bytes of planes 4 to 11 of Unicode, which are empty so far.
+Such a byte is left out, so `decode` does not give it back.
 
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined; no piece is ever rendered again.
 
-What is put before a reply depends on the model's chat template:
-- for a model that never thinks, nothing;
-- for a model that always thinks, the <think> that opens its thoughts;
-- for a hybrid model, which can do either, empty thoughts, or nothing with `thinking=True`.
-
-The ids equal those of the official template wherever that is append-only itself. For a
-hybrid model it is not in these chats:
-- system, user, reply, user: it drops the thoughts before the first reply, empty or not.
-  Here a turn stays as it was sampled.
-- user, reply, user, reply: it puts empty thoughts before the last reply only, and may open
-  another reply right after it. Here they come before every reply or none, and none follows.
+A hybrid model, which can think or not, is asked not to: empty thoughts come before every
+reply. The ids equal those of the official template wherever that is append-only itself.
+For a hybrid model it is not: it drops the thoughts before all replies but the last.
 """
 import re
 import unicodedata
@@ -36,11 +27,11 @@ import tiktoken
 
 from runtime import bpe_files
 from runtime.bpe_files import PATTERNS
-from runtime.files import write_json
+from runtime.files import read_json, write_json
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDOFTEXT, IM_START, IM_END = MARKERS
-NO_THINKING = "<think>\n\n</think>\n\n"  # the empty thoughts of a hybrid model
+NO_THINKING = "<think>\n\n</think>\n\n"  # what a hybrid model is given for its thoughts
 
 CHATML = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n'"
           " + message.content + '<|im_end|>\\n' }}{%- endfor %}"
@@ -61,28 +52,32 @@ class Tokenizer:
     """Byte-level BPE.
 
     `vocab` maps tokens, spelled as in the files, to ids; `merges` are pairs of tokens;
-    `config` is tokenizer_config.json; `cut` names one of PATTERNS, and `nfc` says whether
-    text is normalised first. Raises ValueError: one line, beginning with `source`.
+    `config` is tokenizer_config.json; `cut` names one of PATTERNS. Raises ValueError: one
+    line, beginning with `source`.
 
     vocab_size: the highest id + 1 (a model may have more rows than that: padding).
     end_of_turn, stop_ids: <|im_end|>; and all ids with which the checkpoint ends a turn.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], config: dict,
-                 source: str = "tokenizer", thinking: bool = False, cut: str = "qwen",
-                 nfc: bool = True):
-        added = _added_tokens(config, source)
+                 source: str = "tokenizer", cut: str = "qwen"):
+        decoder = config.get("added_tokens_decoder", {})
+        added = {entry["content"]: int(i) for i, entry in decoder.items()}
+        template = config.get("chat_template") or CHATML
+        if not {IM_START, IM_END} <= set(added) or IM_START not in template:
+            raise ValueError(f"{source}: not ChatML: {IM_START} and {IM_END} are not among "
+                             "the added tokens, or not in the chat_template")
         # Some files list the added tokens twice.
         vocab = {token: i for token, i in vocab.items() if token not in added}
-        _check_ids(vocab, merges, added, source)
+        _check_order(vocab, merges, source)
         self.vocab, self.merges, self.config, self.special = vocab, merges, config, added
-        self.cut, self.nfc, self.source = cut, nfc, source
+        self.cut = cut
         self.vocab_size = max([*vocab.values(), *added.values()]) + 1
 
         ranks = {bytes(BYTES[c] for c in token): i for token, i in vocab.items()}
         # tiktoken needs all bytes. Those without a token get ids that no text keeps.
-        self._missing = bytes(b for b in BYTES.values() if bytes([b]) not in ranks)
-        stand_ins = {bytes([b]): self.vocab_size + b for b in self._missing}
+        missing = [bytes([b]) for b in BYTES.values() if bytes([b]) not in ranks]
+        stand_ins = {byte: self.vocab_size + i for i, byte in enumerate(missing)}
         # All added tokens: the reference matches those not flagged special (<think>), too.
         self._bpe = tiktoken.Encoding(
             name=source, pat_str=PATTERNS[cut], mergeable_ranks=ranks | stand_ins,
@@ -94,72 +89,38 @@ class Tokenizer:
 
         self.end_of_turn = added[IM_END]
         self.stop_ids = tuple(added[m] for m in (IM_END, ENDOFTEXT) if m in added)
-
-        template = str(config.get("chat_template") or CHATML)
-        if IM_START not in template:
-            raise ValueError(f"{source}: the chat_template beside it is not ChatML (it has "
-                             f"no {IM_START}), which alone is supported")
-        bos = config.get("bos_token")
-        bos = bos.get("content") if isinstance(bos, dict) else bos
-        # A template that does not name bos_token begins with a message.
-        self._bos = [added[bos]] if "bos_token" in template and bos in added else []
-        reply = f"{IM_START}assistant\n"
-        opens_thought = reply.replace("\n", "\\n") + "<think>"  # as a template spells it
-        if "<think>" in added and "enable_thinking" in template:
-            reply += "" if thinking else NO_THINKING
-        elif "<think>" in added and opens_thought in template:
-            reply += "<think>\n"
+        hybrid = "<think>" in added and "enable_thinking" in template
+        reply = f"{IM_START}assistant\n" + (NO_THINKING if hybrid else "")
         self._reply = self.encode(reply, allow_special=True)
-        self.opens_thought = reply.endswith("<think>\n")  # a reply then only has its end
 
     @classmethod
-    def from_pretrained(cls, dir: str | Path, thinking: bool = False) -> "Tokenizer":
+    def from_pretrained(cls, dir: str | Path) -> "Tokenizer":
         """Read a checkpoint directory: tokenizer.json, else vocab.json and merges.txt of a
         Qwen; and from config.json and generation_config.json, if they exist, which ids end
         a turn.
 
-        Raises FileNotFoundError or ValueError: one line that names the file and the fault.
+        Raises OSError, or ValueError: one line that names the file and the fault.
         """
-        dir = Path(dir)
-        if not dir.is_dir():
-            raise FileNotFoundError(f"{dir}: no such directory")
-        tokenizer = cls(**bpe_files.read(dir), thinking=thinking)
-        tokenizer._read_model_files(dir)
+        tokenizer = cls(**bpe_files.read(Path(dir)))
+        for path in (Path(dir, "config.json"), Path(dir, "generation_config.json")):
+            ends = read_json(path).get("eos_token_id") if path.exists() else None
+            if ends is not None:
+                ends = ends if isinstance(ends, list) else [ends]
+                tokenizer.stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *ends)))
         return tokenizer
-
-    def _read_model_files(self, dir: Path) -> None:
-        """Which ids end a turn; and check that the model has a row for each id."""
-        for path in (dir / "config.json", dir / "generation_config.json"):
-            raw = bpe_files.read_object(path) if path.exists() else {}
-            rows = raw.get("vocab_size", self.vocab_size)
-            if type(rows) is not int or rows < self.vocab_size:
-                highest = self.vocab_size - 1
-                raise ValueError(f"{self.source} and tokenizer_config.json have ids up to "
-                                 f"{highest}, {path} has vocab_size {rows!r:.40}")
-
-            ends = raw.get("eos_token_id")
-            if not isinstance(ends, list):
-                ends = [] if ends is None else [ends]
-            if any(type(i) is not int or i < 0 for i in ends):
-                raise ValueError(
-                    f"{path}: eos_token_id is {ends!r:.80}, not an id or a list of ids")
-            self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *ends)))
 
     def save(self, dir: str | Path) -> None:
         """Write what `from_pretrained` and transformers read."""
         dir = Path(dir)
         dir.mkdir(parents=True, exist_ok=True)
-        bpe_files.write(dir, self.vocab, self.merges, self.config, self.cut, self.nfc)
+        bpe_files.write(dir, self.vocab, self.merges, self.config, self.cut)
         write_json(dir / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Learn a small vocabulary; the markers are its last ids.
 
-        It is smaller than `vocab_size` if the texts have too few pairs to merge. Raises
-        ValueError if `vocab_size` has no room for the 256 bytes and the 3 markers."""
-        if vocab_size < 256 + len(MARKERS):
-            raise ValueError(f"vocab_size {vocab_size} is below {256 + len(MARKERS)}")
+        It is smaller than `vocab_size` if the texts have too few pairs to merge."""
         tokens, merges = _learn_merges(texts, vocab_size - len(MARKERS))
         flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False}
         ids = range(len(tokens), len(tokens) + len(MARKERS))
@@ -182,24 +143,11 @@ class Tokenizer:
                 ids += [self.special[part]] if part in self.special else self.encode(part)
             return ids
 
-        for part in LONG_RUN.split(_normalise(text, self.nfc)):
+        for part in LONG_RUN.split(_normalise(text, nfc=self.cut == "qwen")):
             step = RUN if part.isspace() else max(1, len(part))
             for i in range(0, len(part), step):
-                ids += self._encode(part[i:i + step])
-        return ids
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self._bpe.encode_ordinary(text)
-        if not self._missing or max(ids, default=0) < self.vocab_size:
-            return ids
-        # A byte is left out after the text is cut, and before its neighbours are merged.
-        # tiktoken does not tell where it cuts, so regex does that. Where the two know
-        # different versions of Unicode, they may disagree about its newest letters.
-        import regex  # comes with tiktoken; the standard library's re has no \p{L}
-
-        words = regex.findall(PATTERNS[self.cut], text)
-        kept = [word.encode().translate(None, self._missing) for word in words]
-        return [i for word in kept if word for i in self._bpe._encode_single_piece(word)]
+                ids += self._bpe.encode_ordinary(part[i:i + step])
+        return [i for i in ids if i < self.vocab_size]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens spelled out. It takes whatever a model samples:
@@ -210,7 +158,7 @@ class Tokenizer:
     def open(self, system: str, user: str) -> list[int]:
         """A chat up to where the assistant's first turn begins; `system` may be empty."""
         head = self._message("system", system) if system else []
-        return self._bos + head + self._message("user", user) + self._reply
+        return head + self._message("user", user) + self._reply
 
     def observe(self, text: str, closed: bool) -> list[int]:
         """What follows a sampled turn: the user says `text`, the assistant is to reply.
@@ -228,10 +176,7 @@ class Tokenizer:
         for turn in turns:
             ids, logprobs = [], None
             if turn.role == "assistant":
-                text = turn.text
-                if self.opens_thought and "</think>" not in text:
-                    text = "</think>\n\n" + text  # else it would be taken for a thought
-                ids = [*self.encode(text), self.end_of_turn]
+                ids = [*self.encode(turn.text), self.end_of_turn]
                 logprobs = (0.0,) * len(ids)
             elif turn.role == "system":
                 system = turn.text  # its ids are kept with the user's turn
@@ -248,39 +193,16 @@ class Tokenizer:
         return [self.special[IM_START], *inside, self.end_of_turn, *self.encode("\n")]
 
 
-def _added_tokens(config: dict, source: str) -> dict[str, int]:
-    try:
-        decoder = config["added_tokens_decoder"]
-        added = {entry["content"]: int(i) for i, entry in decoder.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"{source}: added_tokens_decoder in tokenizer_config.json is "
-                         "missing or malformed") from None
-    missing = [marker for marker in (IM_START, IM_END) if marker not in added]
-    if missing:
-        raise ValueError(f"{source}: no {', '.join(missing)} among the added tokens "
-                         "in tokenizer_config.json")
-    return added
-
-
-def _check_ids(vocab: dict, merges: list, added: dict, source: str) -> None:
+def _check_order(vocab: dict, merges: list, source: str) -> None:
     """tiktoken knows no merges: it joins the pair whose result has the lowest id. That is
-    the same only if each token is a byte or one merge's result, in the merges' order."""
-    ids = [*vocab.values(), *added.values()]
-    if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError(f"{source}: ids are not distinct non-negative integers")
-
-    for part in (token for a, b in merges for token in (a, b, a + b)):
-        if part not in vocab:
-            raise ValueError(f"{source}: {part!r} is in a merge, but has no id")
-
-    # Llama 3's files have several merges for one token, side by side.
-    order = [vocab[a + b] for a, b in merges]
-    made = set(vocab) - set(BYTES)
-    if made != {a + b for a, b in merges} or order != sorted(order):
+    the same only if each token is a byte or a merge's result, in the merges' order."""
+    made = [a + b for a, b in merges]
+    order = [vocab.get(token, -1) for token in made]
+    if set(vocab) - set(BYTES) != set(made) or order != sorted(order):
         raise ValueError(f"{source}: ids are not ranks (bytes, then one id per merge)")
 
 
-def _normalise(text: str, nfc: bool = True) -> str:
+def _normalise(text: str, nfc: bool) -> str:
     # Through UTF-16: surrogate pairs become their character, lone surrogates U+FFFD.
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return unicodedata.normalize("NFC", text) if nfc else text
@@ -295,7 +217,7 @@ def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
 
     cut, counts = regex.compile(PATTERNS["qwen"]), Counter()
     for text in texts:
-        counts.update(cut.findall(_normalise(text)))
+        counts.update(cut.findall(_normalise(text, nfc=True)))
     byte_id = {b: i for i, b in enumerate(BYTES.values())}
     words = [([byte_id[b] for b in word.encode()], n) for word, n in counts.items()]
 

@@ -23,8 +23,8 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import runtime.threads  # before torch: it says how torch's threads wait
@@ -40,17 +40,16 @@ from grpo import GRPOConfig, Row, Stats, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, console, handed_in, metrics, parallel, plan, track
-from runtime.device import (DEVICE, TYPES, compute_dtype, give_back_memory,
-                            memory_used)
+from runtime import checkpoint, handed_in, metrics, packing, parallel, plan
+from runtime.device import DEVICE, TYPES, compute_dtype, give_back_memory
+from runtime.files import readable
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
-from runtime.run import Run, RunConfig, facts, flags_of_run, resuming
+from runtime.run import Run, RunConfig, flags_of_run, resuming
 from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
-from tasks.text import MOST
 from tokenizer import Tokenizer
-from tree import Node, Rollout, Unscored, read_rollouts, render, write_rollouts
+from tree import Node, Rollout, Unscored, read_rollouts, render
 
 
 AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
@@ -89,8 +88,6 @@ class UpdateConfig:
     dtype: str = flag(
         "auto", "what layers compute in; auto: bfloat16 on a GPU, and for weights of 16 "
                 "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
-    bf16_states: bool = flag(
-        False, "keep AdamW's two moments in bfloat16: 4 bytes per weight less")
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                   num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                   max_position_embeddings=384, rope_theta=1e4)
 TINY_VOCABULARY = 1024
+TOKENIZER_TREES = 192
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      tree_tokens=1500, seconds=60.0, style="brief", scratch=True,
                      limits=Limits(seconds=5.0, output_chars=200))
@@ -135,16 +133,12 @@ SCRATCH = Suits(450, 1024, 32, 3e-3, 50, 7e-4, 4.0, 0.2)
 # A pretrained one: the rates of published runs.
 PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
-FIRST_SCALE = 2.0 ** 14  # of the loss in float16; see Trainer.optimizer_step
 SHOW_EVERY = 25  # steps between printed trees
-LINE_SECONDS = 60.0  # at most between two lines of a warm-up
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
-TIGHT = 0.75  # of the device's memory; a plan that needs more is printed
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
-    "no step had a gradient: all trees of a question scored alike, in every group. If they "
-    "score 0, the questions are too hard for this start: take easier ones, or --warmup; if "
-    "1, too easy: take harder ones; otherwise raise --group")
+    "no step had a gradient: all trees of a question scored alike. Take easier questions "
+    "or --warmup if they score 0, harder ones if they score 1; or raise --group")
 
 
 def main() -> None:
@@ -153,26 +147,21 @@ def main() -> None:
     try:
         config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
         if config.plan:
-            print(plan_without_loading(config, world))
+            print(planned(config, world))
             return
         Trainer(config, world).train()
         world.close()
-    except BrokenPipeError:  # nobody reads the output: see runtime/console.py
-        raise
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
             Unscored) as error:
-        sys.exit(world.message(error))
-    except RuntimeError as error:
-        if not parallel.is_lost_rank(error):
-            raise  # a bug, or out of memory: where it happened has to be seen
-        sys.exit(world.message(error))
+        if handed_in.is_theirs(error):
+            raise
+        rank = f"rank {world.rank}: " if world.size > 1 else ""
+        sys.exit(f"train.py: {rank}{error}")
     except KeyboardInterrupt as stopped:
         if world.rank == 0:
             print(f"train.py: interrupted; continue with: {resuming(config, world)}",
                   file=sys.stderr)
         sys.exit(128 + getattr(stopped, "number", 2))  # 2 is Ctrl-C
-    finally:
-        world.release()
 
 
 class Trainer:
@@ -180,99 +169,76 @@ class Trainer:
 
     def __init__(self, config: Config, world: World):
         have = plan.memory(world)
-        with world.together():
-            self.config = config = settle(config)
+        self.config = config = settle(config)
         self.world = world
         self.run = run = Run(self, config, world)
         self.trees: list[Rollout] = []  # of the last step
         self.credit: dict[Node, grpo.Credit] = {}  # of their nodes
-        self.measured: list[tuple[str, Rollout]] = []  # held out, with what to call them
         self.reported = time.monotonic()
-        world.agree(facts(config))
 
-        # What the user gave is read first: a typo must not empty a directory.
-        with world.together():
-            check(config, world.size)
-            self.reward = tasks.reward
-            if config.reward:
-                self.reward = handed_in.load_reward(config.reward)
-            self.objective = grpo.credit
-            if config.objective != "grpo":
-                self.objective = handed_in.load_objective(config.objective)
-            if not handed_in.is_path(config.objective):
-                self.objective([], config)  # ours refuse switches that they would ignore
-            self.questions, self.heldout, self.longer = read_questions(config)
-            start = run.find_start() if world.rank == 0 else None
-            if start and not start.weights:
-                tiny = make_tiny(run.path("init"), config, self.questions)
-                start = replace(start, weights=tiny)
+        # What the user gave is read first: a typo must leave no directory.
+        self.reward = tasks.reward
+        if config.reward:
+            self.reward = handed_in.load(config.reward, "score")
+        self.objective = grpo.credit
+        if handed_in.is_path(config.objective):
+            self.objective = handed_in.load(config.objective, "credit")
+        elif config.objective != "grpo":
+            self.objective = objective_of_ours(config.objective)
+            self.objective([], config)  # it refuses switches that it would ignore
+        self.questions, self.heldout, self.longer = read_questions(config)
+        start = run.find_start() if world.rank == 0 else None
+        if start and not start.weights:
+            tiny = make_tiny(run.path("init"), config, self.questions)
+            start = replace(start, weights=tiny)
         start = world.gather(start)[0]
         in_grpo = start.state["phase"] == "grpo"
         warms_up = not in_grpo and config.warmup_steps > 0
         # Adapters beside random weights learn nothing: such a warm-up trains all of them.
         adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
 
-        with world.together():
-            shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
-            source = start.checkpoint or start.weights  # where tokenizer and rlm.json are
-            self.tokenizer = Tokenizer.from_pretrained(source)
-            self.rlm = rlm.load_config(
-                source, shape.max_position_embeddings, config.sandbox)
-            if world.rank == 0:
-                rlm.warn_of_thoughts(self.tokenizer, self.rlm)
-            if config.method != "saved":
-                self.rlm = evaluation.rlm_config(config.method, self.rlm)
-            self.teacher = None
-            if config.warmup not in ("", "scripts") and warms_up:
-                self.teacher = teacher_trees(config.warmup, self.tokenizer)
-            self.suits = SCRATCH if self.rlm.scratch else PRETRAINED
-            self.dtype = TYPES[config.dtype]
-            first = FIRST_SCALE if self.dtype == torch.float16 else 1.0
-            start.state.setdefault("scale", first)
-            all_weights = warms_up and not adapters
-            least = least_window(source, self.rlm)
-            wanted = plan.of_run(config, shape, self.rlm.window, have)
-            self.plan = wanted.fitted(world.size, all_weights, least)
-            self.rlm = replace(self.rlm, window=self.plan.window)
-            tight = self.plan.total(world.size, all_weights) > TIGHT * have
-            if tight or self.plan != wanted:
-                print(self.plan.table())
-            print(self.opening())
-            problem = (self.plan.problem(world.size, all_weights)
-                       or checkpoint.no_room(config.out, self.plan.disk_bytes(
-                           checkpoint.KEPT + 1, all_weights, config.eval_every > 0)))
-            if problem:
-                raise ValueError(problem)
+        shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
+        source = start.checkpoint or start.weights  # where tokenizer and rlm.json are
+        self.tokenizer = Tokenizer.from_pretrained(source)
+        self.rlm = rlm.load_config(source, shape.max_position_embeddings, config.sandbox)
+        if config.method != "saved":
+            self.rlm = evaluation.rlm_config(config.method, self.rlm)
+        self.teacher = None
+        if config.warmup not in ("", "scripts") and warms_up:
+            self.teacher = teacher_trees(config.warmup, self.tokenizer)
+        self.suits = SCRATCH if self.rlm.scratch else PRETRAINED
+        self.dtype = TYPES[config.dtype]
 
-        with world.together():
-            self.load(start.weights, adapters)
-            if start.adapter:
-                self.model.load_adapter(start.adapter)
+        wanted = plan.of_run(config, shape, self.rlm.window, have)
+        self.plan = wanted.fitted(world.size)
+        self.rlm = replace(self.rlm, window=self.plan.window)
+        if self.plan != wanted:
+            print(self.plan.table(wanted))
+        print(self.opening())
+        if not self.plan.fits(world.size):
+            raise ValueError(f"the run does not fit into {readable(have)} of memory; see "
+                             "what --plan prints")
+
+        self.load(start.weights, adapters)
+        if start.adapter:
+            self.model.load_adapter(start.adapter)
         if start.optimizer:
             checkpoint.load_optimizer(self.model, self.optimizer, start.optimizer)
-        with world.together():
-            run.open(start)
+        run.open(start)
 
     def opening(self) -> str:
         """What the run begins with and why, for people."""
         config, limits = self.config, self.rlm
-        kind = "a pretrained model"
-        if limits.scratch:
-            kind = "a model made from nothing"
+        kind = "made from nothing" if limits.scratch else "pretrained"
         trained = "all weights"
         if config.lora_rank:
             trained = f"adapters of rank {config.lora_rank}"
-        warmup = "no warm-up"
-        if config.warmup_steps:
-            warmup = (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g} "
-                      f"on {config.warmup or 'scripts'}")
-        return (f"{kind}, in {config.dtype}; {limits.style} prompts, a window of "
-                f"{limits.window:,} tokens, at most {limits.max_turns} turns of "
-                f"{limits.turn_tokens:,} tokens\n"
-                f"first {warmup}; then GRPO, {config.steps} steps on {trained} at "
-                f"{config.lr:g}; then {len(self.heldout)} held-out questions\n"
-                f"{config.out} gets report.html, and at the end final/; Ctrl-C keeps what "
-                f"is done, and this continues: {resuming(config, self.world)}")
+        return (f"a model {kind}, in {config.dtype} on {DEVICE}; {limits.style} prompts, a "
+                f"window of {limits.window:,} tokens\n"
+                f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then "
+                f"GRPO, {config.steps} steps on {trained} at {config.lr:g}\n"
+                f"Ctrl-C keeps what is done, and this continues: "
+                f"{resuming(config, self.world)}")
 
     def load(self, path: str, adapters: bool) -> None:
         """The weights of a directory, this rank's share of them, and a fresh optimizer."""
@@ -289,39 +255,27 @@ class Trainer:
         self.model = Qwen3.from_pretrained(path, dtype, DEVICE, prepare)
         self.model.recompute = self.plan.recompute
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        kind = parallel.LeanAdamW if config.bf16_states else torch.optim.AdamW
         # Fused: the other kinds hold temporary copies of all weights.
-        self.optimizer = kind(
+        self.optimizer = torch.optim.AdamW(
             trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def train(self) -> None:
         """Warm-up, GRPO, and what is measured before and after."""
-        config, run = self.config, self.run
-        sizes = [evaluation.context_tokens(task, self.tokenizer) for task in self.heldout]
-        context = round(sum(sizes) / len(sizes))
-        lengths = [evaluation.length_of(task) for task in self.heldout]
-        print(f"training on {DEVICE}; a question's context has {context:,} tokens by the "
-              f"model's tokenizer (its length, characters / 4, is "
-              f"{round(sum(lengths) / len(lengths)):,}), the model's window "
-              f"{self.rlm.window:,}")
+        run = self.run
         with run.stop:
             try:
                 self.learn()
-            except (Stopped, Unscored, handed_in.HandedInError):
-                if run.has_learnt():  # otherwise it would only be in the way
-                    run.save_checkpoint()
-                    self.report()
-                    self.world.gather(None)  # where one rank ends, torchrun ends all
+            except Stopped:
+                run.save_checkpoint()
+                self.world.gather(None)  # where one rank ends, torchrun ends all
                 raise
-        final = [tree for _, tree in self.measured]
-        gaps = evaluation.gaps(self.model, final)  # a forward pass: all ranks take part
-        self.report(gaps)
+        self.report()
         if self.world.rank == 0:
-            run.save_result({"window_tokens": self.rlm.window, "context_tokens": context})
+            run.save_result()
             print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
-        self.world.gather(None)  # rank 0 has written all: where one ends, torchrun ends all
+        self.world.gather(None)  # rank 0 has written all
         if run.state["skipped"] == run.state["step"] > 0:
-            raise parallel.Agreed(NOTHING_LEARNT)
+            raise ValueError(NOTHING_LEARNT)
 
     def learn(self) -> None:
         """All that a signal can stop. Raises Stopped where everything can be saved."""
@@ -343,30 +297,22 @@ class Trainer:
     # --- the warm-up ----------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Supervised steps on the assistant's turns of scripted trees, or of a
-        teacher's."""
+        """Supervised steps on the assistant's turns of scripted or saved trees."""
         config, run = self.config, self.run
         if not config.warmup_steps:
             return
         trees = self.teacher
         if trees is None:
-            trees = self.scripts()
+            asked = [tasks.playable(self.question("warmup", i),
+                                    random.Random(f"{config.seed} warmup {i}"))
+                     for i in range(config.warmup_trees)]
+            trees = demonstrations(asked, self.tokenizer, self.rlm, config.seed)
         trees = [tree for tree in trees if not tree.failed]
         nodes = [node for tree in trees for node in tree.root.walk()
                  if node.sampled and len(node.ids) <= self.rlm.window]
-        if not nodes:
-            raise ValueError(f"no conversation of {config.warmup or 'the scripts'} fits "
-                             f"into the window of {self.rlm.window} tokens")
         reward = sum(tree.reward for tree in trees) / len(trees)
-        kind = "saved" if self.teacher else "scripted"
-        print(f"warm-up: {len(trees)} {kind} trees, {len(nodes)} nodes, mean reward "
-              f"{reward:.3f}")
-        torn = sum(bool(tree.root.errors) for tree in trees)
-        if 2 * torn > len(trees):
-            print(f"the root's code failed in {torn} of them. Are {self.rlm.turn_tokens} "
-                  f"tokens per message and {self.rlm.max_nodes} nodes too few?")
-
-        first, steps, printed = run.state["step"], config.warmup_steps, time.monotonic()
+        print(f"warm-up: {len(trees)} trees, {len(nodes)} nodes, mean reward {reward:.3f}")
+        first, steps = run.state["step"], config.warmup_steps
         bar = trange(first, steps, initial=first, total=steps, desc="warm-up", disable=None)
         for step in bar:
             rng = random.Random(f"{config.seed} warmup rows {step}")
@@ -390,25 +336,10 @@ class Trainer:
             if step % 10 == 0 or last:
                 bar.set_postfix(loss=f"{loss:.3f}")
                 run.log({"phase": "warmup", "step": step + 1, "loss": loss})
-            late = time.monotonic() - printed > LINE_SECONDS
-            if (step + 1) % 100 == 0 or late or last:
-                printed = time.monotonic()
+            if (step + 1) % 100 == 0 or last:
                 bar.write(f"warm-up {step + 1:4}/{steps} | loss {loss:.3f} | "
                           f"{run.elapsed():.0f} s", file=sys.stdout)
             run.maybe_save(every=1 if last else 100)
-
-    def scripts(self) -> list[Rollout]:
-        """The scripted trees. A resumed run reads those that it has run before."""
-        config, path = self.config, self.run.path("scripts.jsonl")
-        if os.path.exists(path):
-            return read_rollouts(path, tasks.Task)
-        questions = [tasks.playable(self.question("warmup", i),
-                                    random.Random(f"{config.seed} warmup {i}"))
-                     for i in range(config.warmup_trees)]
-        trees = demonstrations(questions, self.tokenizer, self.rlm, config.seed)
-        if self.world.rank == 0:
-            write_rollouts(path, trees)
-        return trees
 
     def end_warm_up(self) -> None:
         """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
@@ -444,16 +375,19 @@ class Trainer:
         silent = 0  # steps in a row without any signal
         while self.progress() < 1 and silent < PATIENCE:
             step, begin = run.state["step"], time.monotonic()
-            in_model, waited = self.sampler.stats["seconds"], world.waited
+            in_model = self.sampler.stats["seconds"]
 
             # Sample with the weights as they are now, and score the roots.
             self.sampler.load(model)
-            self.trees = rollouts = self.collect(step)
+            first = step * config.questions
+            asked = [self.question("grpo", first + i) for i in range(config.questions)]
+            collect = getattr(self.objective, "collect", rlm.collect)
+            self.trees = rollouts = self.collect(
+                asked, (config.seed, step), "trees", config.group, collect)
             sampled = time.monotonic()
 
             # Every node gets the advantage of its root, and becomes one row.
-            priced = grpo.priced(rollouts, config)
-            self.credit = credit = self.objective(priced, config)
+            self.credit = credit = self.objective(rollouts, config)
             rows = grpo.make_rows(rollouts, credit, config)
             packs = self.packs(rows)
             self.add_log_probabilities(packs)
@@ -474,7 +408,8 @@ class Trainer:
                 loss, stats = sum(losses), sum(all_stats, Stats())
                 norm = self.optimizer_step(self.learning_rate(), loss)
             run.state["step"] += 1
-            run.state["sampled"] += metrics.sampled_tokens(rollouts)
+            run.state["sampled"] += sum(
+                node.sampled for tree in rollouts for node in tree.root.walk())
             signal = any(any(row.advantages) for row in rows)
             silent = 0 if signal else silent + 1
             run.state["skipped"] += not signal
@@ -483,48 +418,40 @@ class Trainer:
             self.show(rollouts, stats.metrics() | {
                 "loss": loss, "grad_norm": norm, "rows": len(rows),
                 "row_tokens": sum(len(row.ids) for row in rows),
-                "distinct_tokens": grpo.distinct_tokens(rows),
-                "computed_tokens": sum(world.gather(sum(p["computed"] for p in packs))),
                 "sample_s": seconds,
                 "repl_s": max(0.0, sampled - begin - seconds),
-                "update_s": time.monotonic() - sampled, "memory_gb": memory_used() / 1e9,
-                "wait_s": [round(s, 3) for s in world.gather(world.waited - waited)]})
+                "update_s": time.monotonic() - sampled})
             if config.eval_every and run.state["step"] % config.eval_every == 0:
-                self.keep_best()
+                self.evaluate("heldout_now", self.heldout)
             if time.monotonic() - self.reported > REPORT_SECONDS:
                 self.report()
             run.maybe_save(config.save_every)
             give_back_memory()
         if silent == PATIENCE:
             print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
-                  "no node had an advantage, so there was nothing to learn from; if the "
-                  "reward fell at once before that, a lower --lr may help")
+                  "no node had an advantage")
 
-    def collect(self, step: int) -> list[Rollout]:
-        """The trees of a step. Each rank samples those of its share of the questions, then
-        all ranks get all trees."""
-        config, world, run = self.config, self.world, self.run
-        first = step * config.questions
-        asked = [self.question("grpo", first + i) for i in range(config.questions)]
-        trees = [(task, str(i)) for i, task in enumerate(asked)
-                 for _ in range(config.group)]
-        mine = [n for n in range(len(trees))
-                if n // config.group % world.size == world.rank]
-        with tqdm(total=len(mine), desc="trees", leave=False, disable=None) as bar:
-            collect = getattr(self.objective, "collect", rlm.collect)
-            rollouts = run.ask(collect(
-                [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm,
-                (config.seed, step), [trees[n][1] for n in mine], numbers=mine,
-                on_done=lambda _: bar.update(), score=self.reward))
+    def collect(self, questions: list, key: tuple, label: str, group: int = 1,
+                collect: Callable = rlm.collect) -> list[Rollout]:
+        """`group` trees per question. Each rank samples those of its share of the
+        questions, then all ranks get all trees."""
+        world, run = self.world, self.run
+        trees = [(task, str(i)) for i, task in enumerate(questions) for _ in range(group)]
+        mine = [n for n in range(len(trees)) if n // group % world.size == world.rank]
+        with tqdm(total=len(mine), desc=label, leave=False, disable=None) as bar:
+            rollouts = run.stop.run(collect(
+                [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm, key,
+                [trees[n][1] for n in mine], numbers=mine, on_done=lambda _: bar.update(),
+                score=self.reward))
         # Every rank knows the questions, so only the trees are exchanged.
-        share = {n: (r.root, r.reward, r.failed, r.origin)
+        share = {n: (r.root, r.reward, r.failed)
                  for n, r in zip(mine, rollouts or [])}
         grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
         return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
     def packs(self, rows: list[Row]) -> list[dict]:
         """This rank's share of the rows, as micro-batches on the device."""
-        shares = grpo.micro_batches(
+        shares = packing.micro_batches(
             rows, self.plan.row, self.plan.attention_cost, self.plan.seen_cost,
             self.world.rank, self.world.size)
         return [grpo.collate(share, DEVICE) for share in shares]
@@ -557,40 +484,23 @@ class Trainer:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch. FSDP averages them over the ranks."""
-        (loss * self.world.size * self.run.state["scale"]).backward()
+        (loss * self.world.size).backward()
 
     def optimizer_step(self, lr: float, loss: float) -> float:
-        """Clip the gradient, step, clear it. Returns its norm before clipping, 0 if there
-        was no step. Raises FloatingPointError before a NaN gets into the weights.
-
-        float16 has no numbers below 6e-8 and none above 65,504. So there the loss is
-        multiplied by a scale, and the gradient divided by it. If a gradient was too large,
-        the step is left out and the scale halved; after 100 good steps it is doubled."""
-        state = self.run.state
+        """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
+        FloatingPointError before a NaN gets into the weights."""
         weights = [w for w in self.model.parameters() if w.grad is not None]
-        if state["scale"] != 1:
-            for weight in weights:
-                weight.grad /= state["scale"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.suits.max_norm)
         norm = full_tensor(norm).item()
-        good = math.isfinite(norm)
-        if not math.isfinite(loss) or not (good or state["scale"] > 1):
+        if not math.isfinite(loss) or not math.isfinite(norm):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {norm}: not finite. The last "
                 "checkpoint is intact; a lower learning rate or another --dtype may help")
-        if good:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-        if self.dtype == torch.float16:
-            state["good"] = state["good"] + 1 if good else 0
-            if not good:
-                state["scale"] /= 2.0
-            elif state["good"] % 100 == 0:
-                state["scale"] *= 2.0
-        return norm if good else 0.0
+        return norm
 
     # --- questions, scores, and what people see -------------------------------------------
 
@@ -606,63 +516,39 @@ class Trainer:
 
     def evaluate(self, name: str, questions: list[tasks.Task]) -> None:
         """One tree per held-out question; the scores are kept as results[name]."""
-        world = self.world
         self.sampler.load(self.model)
-        row, rollouts = evaluation.evaluate(
-            questions, self.policy, self.tokenizer, self.rlm, (self.config.seed, name),
-            name, slice(world.rank, None, world.size), self.run.gather, self.run.ask,
-            self.reward)
+        rollouts = self.collect(questions, (self.config.seed, name), name)
+        row = evaluation.summary(list(map(evaluation.record_of, rollouts)),
+                                 questions[0].kind, None, evaluation.trained_as(self.rlm))
         self.run.state["results"][name] = row
         self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
         print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
               f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
               f"{metrics.shares(row['ends'])}")
-        if questions is self.heldout:
-            self.measured = [(f"held out, step {self.run.state['step']} #{i}", tree)
-                             for i, tree in enumerate(rollouts)]
-        self.report()
-
-    def keep_best(self) -> None:
-        """OUT/best has the weights with the best held-out score so far. That score is then
-        chosen on the questions it is measured on, so it is a little too high."""
-        state = self.run.state
-        self.evaluate("heldout_now", self.heldout)
-        score = state["results"]["heldout_now"]["score"]
-        if state["best"] is None or score > state["best"]["score"]:
-            state["best"] = {"step": state["step"], "score": score}
-            self.run.save_model("best")
 
     def show(self, rollouts: list[Rollout], update: dict) -> None:
         """Log a step, print its line, and the best of its trees every SHOW_EVERY steps."""
         state = self.run.state
-        per_tree = grpo.advantages(grpo.priced(rollouts, self.config), self.config)
-        row = update | metrics.describe(rollouts, per_tree) | {
-            "phase": "grpo", "step": state["step"], "skipped": state["skipped"],
-            "own_correlation": grpo.own_correlation(rollouts, per_tree)}
+        row = update | metrics.describe(rollouts) | {
+            "phase": "grpo", "step": state["step"], "skipped": state["skipped"]}
         self.run.log(row)
         print(metrics.line(row, self.config.steps))
         if state["step"] % SHOW_EVERY == 0:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
             print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
 
-    def report(self, gaps: dict[Node, list[float]] = {}) -> None:
-        """OUT/report.html: the scores, the curves, the trees of the last step with the
-        advantages of their nodes, and held-out trees with the gaps of their tokens."""
+    def report(self) -> None:
+        """OUT/report.html: the scores, the curves, and the trees of the last step with the
+        advantages of their nodes."""
         if self.world.rank:
             return
+        config, step = self.config, self.run.state["step"]
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        trees = [(f"step {self.run.state['step']} #{i}", tree)
-                 for i, tree in enumerate(self.trees)]
-        phase, step = self.run.state["phase"], self.run.state["step"]
-        name, steps = "GRPO", self.config.steps
-        if phase == "warmup":
-            name, steps = "the warm-up", self.config.warmup_steps
+        trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
         evaluation.write_report(
-            self.run.path("report.html"), "Training run", asdict(self.config), rows,
-            state=f"Step {step} of {steps} of {name}, written on "
-                  f"{time.strftime('%Y-%m-%d at %H:%M:%S')}.",
-            trees=trees + self.measured, tokenizer=self.tokenizer,
-            metrics=self.run.metrics(), gaps=gaps, defaults=asdict(Config()),
+            self.run.path("report.html"), "Training run", asdict(config), rows,
+            state=f"Step {step} of {config.steps}", trees=trees,
+            tokenizer=self.tokenizer, metrics=self.run.metrics(),
             advantages={node: statistics.fmean(given.advantages)
                         for node, given in self.credit.items() if given.advantages})
         self.reported = time.monotonic()
@@ -690,29 +576,19 @@ def settle(config: Config) -> Config:
         values["warmup_steps"] = 0
     missing = {}
     for name, value in values.items():
-        given = getattr(config, name)
-        if given == AS_SUITS:
+        if getattr(config, name) == AS_SUITS:
             missing[name] = value
-        elif given < 0:
-            raise ValueError(f"{name} is {given}; it is {AS_SUITS}, or not below 0")
     return replace(config, **missing)
 
 
-def least_window(source: str, limits: RLMConfig) -> int:
-    """Where rlm.json says how long a conversation may be, it stays as long."""
-    if os.path.exists(os.path.join(source, "rlm.json")):
-        return limits.window
-    return plan.LEAST_WINDOW
+def objective_of_ours(name: str) -> Callable:
+    """A function of lab/objectives.py. Raises ValueError for an unknown name."""
+    from lab import objectives
 
-
-def check(config: Config, ranks: int) -> None:
-    """Raises ValueError for flags that contradict each other."""
-    if config.warmup and not config.warmup_steps:
-        raise ValueError("warmup_steps is 0: warmup has no effect")
-    if ranks > config.questions:
-        raise ValueError(f"{ranks} ranks, but only {config.questions} questions per step: "
-                         "each rank samples its own")
-    track.check(config.track)
+    if name not in objectives.NAMES:
+        raise ValueError(f"objective is {name!r}; it can be grpo, "
+                         f"{', '.join(objectives.NAMES)} or path/to/file.py")
+    return getattr(objectives, name)
 
 
 def read_questions(config: Config) -> tuple[list | None, list, dict]:
@@ -724,12 +600,12 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
         raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                          "--warmup FILE or --warmup-steps 0")
     if config.data:
-        questions = tasks.read(config.data, config.task, config.strict)
+        questions = tasks.read(config.data, config.task)
         return *tasks.split(questions), {}
     heldout = evaluation.heldout_tasks(config.heldout, config.task)
     longer = {}
     if hasattr(kind, "TOKENS"):
-        most = getattr(kind, "MOST", MOST)
+        most = getattr(kind, "MOST", math.inf)
         for times in (4, 16):
             if times * evaluation.LONGER[1] * kind.TOKENS <= most:
                 longer[f"heldout_{times}x"] = evaluation.heldout_tasks(
@@ -740,17 +616,14 @@ def read_questions(config: Config) -> tuple[list | None, list, dict]:
 def tiny_rlm(config: Config) -> RLMConfig:
     """How the trees of the tiny model may grow, for this task."""
     changes = dict(getattr(tasks.load(config.task), "TINY", {}))
-    try:
-        limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
-        return replace(TINY_RLM, **changes, limits=limits)
-    except TypeError as error:
-        raise ValueError(f"the task {config.task}: TINY is wrong ({error})") from None
+    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
+    return replace(TINY_RLM, **changes, limits=limits)
 
 
 def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> str:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
-    draws = [random.Random(f"tokenizer {i}") for i in range(192)]
+    draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
     if questions is None:
         questions = [tasks.make(config.task, rng) for rng in draws]
     else:
@@ -806,21 +679,17 @@ def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
     return trees
 
 
-def plan_without_loading(config: Config, world: World) -> str:
-    """What the run needs in memory, from config.json and rlm.json alone. A tiny model is
-    made for it, in a folder that is removed."""
+def planned(config: Config, world: World) -> str:
+    """What the run needs in memory, from config.json and rlm.json alone."""
+    if not config.model:
+        raise ValueError("--plan needs --model; the tiny one fits anywhere")
     config = settle(config)
-    check(config, world.size)
-    with tempfile.TemporaryDirectory() as folder:
-        # How many tokens a tiny model knows is found when its tokenizer is trained.
-        source = config.model or make_tiny(folder, config, read_questions(config)[0])
-        shape = Qwen3Config.read(os.path.join(source, "config.json"))
-        limits = rlm.load_config(source, shape.max_position_embeddings)
-        least = least_window(source, limits)
-    of = plan.of_run(config, shape, limits.window, plan.memory(world))
-    fitted = of.fitted(world.size, False, least)
-    return f"{fitted.table()}\n\n{of.what_fits()}"
+    shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
+    limits = rlm.load_config(config.model, shape.max_position_embeddings)
+    wanted = plan.of_run(config, shape, limits.window, plan.memory(world))
+    fitted = wanted.fitted(world.size)
+    return fitted.table(wanted)
 
 
 if __name__ == "__main__":
-    console.start(main)
+    main()

@@ -18,9 +18,8 @@ Rollouts are stored as JSON lines and shown to people as indented text. Elsewher
 trees (rlm.py) and all that computes with tokens (model.py, sampler.py, grpo.py).
 """
 import json
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.files import write_text
@@ -41,16 +40,14 @@ class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
-    # Of `ids`, at temperature 1 and without top-p. None: taken over from another tree.
-    logprobs: tuple[float, ...] | None = ()
+    logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), length or window
-    # Tokens, and maybe seconds in a queue: {"prompt": 90, "reused": 64, "sampled": 12}
-    usage: dict | None = None
+    usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation. Numbers of turns count those of the assistant."""
+    """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
 
@@ -70,9 +67,6 @@ class Node:
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
-    # What asked for it: the parent's turn (0, 1, ...), and how many children the parent had
-    # then. The children of one batched query share both, and ran side by side.
-    asked: tuple[int, int] = (0, 0)
     # The value given to FINAL, or the text of a plain completion. Of a node that ended
     # without either: what its code had put into answer["content"].
     answer: Any = None
@@ -106,10 +100,7 @@ class Node:
     @property
     def mask(self) -> list[int]:
         """1 for each token that the policy sampled, otherwise 0; as long as `ids`."""
-        mask = []
-        for turn in self.turns:
-            mask += [int(turn.logprobs is not None)] * len(turn.ids)
-        return mask
+        return [int(turn.logprobs is not None) for turn in self.turns for _ in turn.ids]
 
     @property
     def logprobs(self) -> list[float]:
@@ -127,7 +118,7 @@ class Node:
     @property
     def sampled(self) -> int:
         """The number of tokens that the policy sampled in this node."""
-        return sum(len(turn.ids) for turn in self.turns if turn.logprobs is not None)
+        return sum(self.mask)
 
     def walk(self) -> Iterator["Node"]:
         """This node and all below it, parents before their children."""
@@ -144,13 +135,12 @@ class Rollout:
     root: Node
     reward: float
     failed: str = ""  # not empty: the machine failed, not the policy; the tree is not used
-    origin: Node | None = None  # the root that it was forked from (lab/fork.py); not stored
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:
     """One line of JSON per rollout. The file appears complete or not at all."""
     # json.dumps gives ASCII, so that even broken Unicode from a model survives the file.
-    lines = [json.dumps(to_row(rollout)) + "\n" for rollout in rollouts]
+    lines = [json.dumps(rollout, default=vars) + "\n" for rollout in rollouts]
     write_text(path, "".join(lines))
 
 
@@ -163,39 +153,20 @@ def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
         for number, line in enumerate(file, 1):
             try:
                 rollouts.append(from_row(json.loads(line), task_type))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 reason = f"not a rollout ({error!r:.200})"
                 raise ValueError(f"{path} line {number}: {reason}") from None
     return rollouts
 
 
-def to_row(rollout: Rollout) -> dict:
-    """A rollout as JSON values."""
-    task = rollout.task
-    return {
-        "task": task if isinstance(task, dict) else asdict(task),
-        "group": rollout.group,
-        "reward": rollout.reward,
-        "failed": rollout.failed,
-        "root": _node_to_dict(rollout.root),
-    }
-
-
 def from_row(row: dict, task_type=dict) -> Rollout:
-    """The rollout that `to_row` wrote. Raises ValueError, KeyError or TypeError."""
-    if not math.isfinite(row["reward"]):
-        raise ValueError(f"the reward is {row['reward']}")
-    task, root = task_type(**row["task"]), _node_from_dict(row["root"])
-    return Rollout(task, row["group"], root, row["reward"], row["failed"])
+    """The rollout with these fields. Raises KeyError or TypeError for what is none."""
+    task, root = task_type(**row["task"]), _node(row["root"])
+    return Rollout(**row | {"task": task, "root": root})
 
 
-def _node_to_dict(node: Node) -> dict:
-    turns = [asdict(turn) for turn in node.turns]
-    children = [_node_to_dict(child) for child in node.children]
-    return {**vars(node), "turns": turns, "children": children}
-
-
-def _node_from_dict(row: dict) -> Node:
+def _node(row: dict) -> Node:
+    """The node with these fields. Raises KeyError or TypeError for what is none."""
     turns = []
     for turn in row["turns"]:
         logprobs = turn["logprobs"]
@@ -203,9 +174,8 @@ def _node_from_dict(row: dict) -> Node:
             logprobs = tuple(logprobs)
         turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
 
-    children = [_node_from_dict(child) for child in row["children"]]
-    path, asked = tuple(row["path"]), tuple(row.get("asked", (0, 0)))
-    return Node(**{**row, "path": path, "asked": asked, "turns": turns,
+    children = [_node(child) for child in row["children"]]
+    return Node(**{**row, "path": tuple(row["path"]), "turns": turns,
                    "children": children})
 
 
@@ -216,8 +186,7 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
     for node in root.walk():
         bar = "│  " * node.depth
         name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
-        plural = "s" if node.written != 1 else ""
-        size = f"{node.written} turn{plural}"
+        size = f"{node.written} turn{'s' * (node.written != 1)}"
         if node.sampled or node.counted:
             size += f", {node.sampled + node.counted} sampled tokens"
         lines.append(f"{bar}┌ {name}  ({size})")

@@ -5,17 +5,15 @@ asks one child (1), or asks two and adds a token of its own (2, then 3 or 4); a 
 or 6. That makes eleven trees and seven logits. The true gradient is that of the expected
 reward. The expected gradient of an objective sums over all groups of G trees, each through
 the rows and the loss of grpo.py at ratio 1. A child's own score is 1 if it says 6. Left
-out: objectives that look at errors or draw at random.
+out: objectives that look at errors.
 """
 import itertools
-from dataclasses import replace
 
 import torch
 from torch.nn.functional import cosine_similarity
 
 from grpo import LENGTH_CONSTANT, GRPOConfig, collate, credit, make_rows, policy_loss
 from lab import objectives
-from runtime import console
 from tree import Node, Rollout, Turn
 
 THETA = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, -0.6, 0.5], dtype=torch.float64)
@@ -24,14 +22,11 @@ GROUP = 3
 SWITCHES = [("constant", "sum"), ("constant", "mean"), ("sequence", "sum"),
             ("sequence", "mean"), ("batch", "mean")]  # length, children
 BOTH = ({"children": "sum"}, {"children": "mean"})
-WEIGHTS = {"node_mean": "1/N", "rao": "by depth"}  # what they have in place of 1/k
-WITH_STD = ("grpo", "node_mean", "fork", "own", "half_own")
 OTHERS = [
     *((name, switch) for name in ("leave_one_out", "max_rl", "filter", "dpo")
       for switch in BOTH),
     ("node_mean", {"std": "off"}), ("node_mean", {"std": "off", "length": "sequence"}),
-    *((name, {"std": "off"} | switch) for name in ("own", "half_own", "fork")
-      for switch in BOTH),
+    *(("own", {"std": "off"} | switch) for switch in BOTH),
     ("rao", {"children": "sum"}), ("rao", {}), ("rao", {"length": "batch"}),
 ]
 
@@ -71,105 +66,52 @@ def true_gradient():
 
 
 def groups_of(size):
-    """(sampled tokens, rollouts, 1) of every group of so many trees."""
+    """(sampled tokens, rollouts) of every group of so many trees."""
     places = [list(all_trees()) for _ in range(size)]  # no two places share a Node
     for group in itertools.product(*places):
         ids = [i for _, tokens, _ in group for i in tokens]
-        yield ids, [Rollout({}, "group", root, reward) for root, _, reward in group], 1
+        yield ids, [Rollout({}, "group", root, reward) for root, _, reward in group]
 
 
-def forks_of(size):
-    """The same for the objective "fork": a tree, and size - 1 that fork from it. The last
-    number is that of the nodes that the fork can be at, one of which is drawn."""
-    rewards = {tuple(tokens): reward for _, tokens, reward in all_trees()}
-    for root, tokens, reward in all_trees():
-        first = Rollout({}, "group", root, reward)
-        kept = tokens[:len(tokens) - len(root.children)]
-        for point in root.children:
-            said = [child.ids[-1] for child in root.children]
-            for drawn in itertools.product((5, 6), repeat=size - 1):
-                trees = [first]
-                for b in drawn:
-                    said[point.path[0]] = b
-                    again = node((), kept, *(node(c.path, [s]) for c, s in
-                                             zip(root.children, said)))
-                    for other in again.walk():
-                        if other.path != point.path:  # taken over, not sampled
-                            other.turns[1] = replace(other.turns[1], logprobs=None)
-                    trees.append(Rollout({}, "group", again, rewards[*kept, *said],
-                                         origin=root))
-                yield [*tokens, *drawn], trees, len(root.children)
-    for ids, trees, _ in groups_of(size):  # without a child the fork is at the root
-        if not trees[0].root.children:
-            root = trees[0].root
-            yield ids, [trees[0], *(replace(t, origin=root) for t in trees[1:])], 1
-
-
-def group_gradients(config, group_size, objective=credit, groups=groups_of):
-    """(probabilities (groups,), gradients of J (groups, 7)) of all groups of this size.
+def expected_gradient(config, group_size, objective=credit):
+    """The mean gradient of J (7,) over all groups of this size, by their probabilities.
 
     J is scaled by the length constant if there is one, as if that were 1."""
     theta = THETA.clone().requires_grad_()
     logprobs = token_logprobs(theta)
     constant = LENGTH_CONSTANT if config.length == "constant" else 1.0
-    probabilities, gradients = [], []
-    for ids, rollouts, draws in groups(group_size):
-        probabilities.append(logprobs.detach()[ids].sum().exp() / draws)
-
+    expected = torch.zeros_like(theta)
+    for ids, rollouts in groups_of(group_size):
         rows = make_rows(rollouts, objective(rollouts, config), config)
-        gradient = torch.zeros_like(theta)
         if rows:
             pack = collate(rows, "cpu")
             sampled = logprobs[pack["ids"][pack["mask"].bool()]]
             pack["sampler"] = sampled.detach()
             loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
             gradient, = torch.autograd.grad(-loss * constant, theta, retain_graph=True)
-        gradients.append(gradient)
-    return torch.stack(probabilities), torch.stack(gradients)
-
-
-def expected_gradient(config, group_size, objective=credit, groups=groups_of):
-    probabilities, gradients = group_gradients(config, group_size, objective, groups)
-    return probabilities @ gradients
-
-
-def table_row(config, gradient):
-    """A line of the table. Only where the advantage is the reward minus a mean, the norm
-    can be compared."""
-    true = true_gradient()
-    is_grpo = config.objective in ("grpo", "leave_one_out")
-    weight = "" if config.length == "batch" else config.children
-    if config.children == "mean":
-        weight = WEIGHTS.get(config.objective, weight)
-    children = gradient[5:].norm() / gradient[:5].norm()  # tokens 5 and 6 are children's
-    true_children = true[5:].norm() / true[:5].norm()
-    cells = [
-        config.objective,
-        weight,
-        config.length,
-        config.std if config.objective in WITH_STD else "",
-        f"{gradient.norm() / true.norm():.3f}" if is_grpo else "",
-        f"{cosine_similarity(gradient, true, dim=0):.4f}",
-        f"{children / true_children:.2f}",
-    ]
-    print(f"| {' | '.join(cells)} |")
+            expected += logprobs.detach()[ids].sum().exp() * gradient
+    return expected
 
 
 def main():
-    print(f"Groups of {GROUP}. The true gradient's norm is {true_gradient().norm():.4f}.")
-    print("Expected gradients are scaled by G / (G - 1) and by the length constant.\n")
-    print("| objective | children | length | std | norm / true | cosine | "
-          "children over root / true |")
-    print("|---|---|---|---|---|---|---|")
-    for std, (length, children) in itertools.product(("off", "on"), SWITCHES):
-        config = GRPOConfig(children=children, length=length, std=std)
-        table_row(config, expected_gradient(config, GROUP) * GROUP / (GROUP - 1))
-    for name, switches in OTHERS:
+    print(f"Groups of {GROUP}, by the length constant; of grpo also by G / (G - 1).\n")
+    print("| objective | switches | norm / true | cosine | children over root / true |")
+    print("|---|---|---|---|---|")
+    ours = [("grpo", {"children": children, "length": length, "std": std})
+            for std in ("off", "on") for length, children in SWITCHES]
+    true = true_gradient()
+    for name, switches in ours + OTHERS:
+        objective = credit if name == "grpo" else getattr(objectives, name)
         config = GRPOConfig(objective=name, **switches)
-        groups = forks_of if name == "fork" else groups_of
-        objective = getattr(objectives, name)
-        table_row(config, expected_gradient(config, GROUP, objective, groups))
+        gradient = expected_gradient(config, GROUP, objective)
+        if name == "grpo":
+            gradient *= GROUP / (GROUP - 1)
+        ratio = gradient.norm() / true.norm()
+        cosine = cosine_similarity(gradient, true, dim=0)
+        children, of_true = (g[5:].norm() / g[:5].norm() for g in (gradient, true))
+        print(f"| {name} | {' '.join(switches.values())} | {ratio:.3f} | {cosine:.4f} | "
+              f"{children / of_true:.2f} |")
 
 
 if __name__ == "__main__":
-    console.start(main)
+    main()

@@ -1,82 +1,71 @@
-"""Train while the machine misbehaves: `python -m lab.faults [flags of train.py]`.
+"""Train while the machine misbehaves, kill the run at random moments and resume it:
 
-One REPL start in ten is refused. The REPL server is killed about once in 3,000 starts (a
-dozen steps), and all trees in flight are lost. For 20 starts in 5,000 the temporary
-directory is a full disk: a small tmpfs without a free inode, which needs root and is left
-out without. Training has to end all the same, and the lost trees have to be run again, or
-excluded and counted. The result can be compared with undisturbed runs.
+    python -m lab.faults --out DIR [--kills 20] [--most 60] [flags of train.py]
+
+One REPL start in ten is refused. About once in 3,000 starts the REPL server is killed, and
+all trees in flight are lost: they are run again, or left out and counted. After at most
+--most seconds the run itself gets SIGKILL, and is resumed. After --kills kills it may
+finish, and no step may be missing or double. What it reached can be compared with
+undisturbed runs. Left out: kills of one of several ranks (tests/test_parallel.py) or of
+the machine.
 """
-
-import contextlib
+import argparse
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from runtime import console
-import train
-from repl import Handle, REPLError
-
-REFUSED = 1 / 10  # of the starts
-KILLED = 1 / 3000  # of the starts
-ROUND, FULL, EMPTY = 5000, 500, 520  # of 5,000 starts, the disk is full from the 500th
+REFUSED, KILLED = 1 / 10, 1 / 3000  # of the starts of REPLs
 
 
-class Faults:
-    """Stands between the client and the server, in place of `Handle.request`."""
+def train_disturbed() -> None:
+    import train
+    from repl import Handle, REPLError
 
-    def __init__(self, disk: Path | None):
-        self.request = Handle.request
-        self.random = random.Random(0)
-        self.disk = disk  # a small one, if there is one
-        self.starts = 0
-        self.counts = {"refused": 0, "killed": 0, "full disk": 0}
+    request, rng = Handle.request, random.Random()
 
-    def __call__(self, *args: object) -> None:
-        self.starts += 1
-        if self.disk and self.starts % ROUND == FULL:
-            with contextlib.suppress(OSError):
-                for i in range(100_000):
-                    (self.disk / f"fill{i}").touch()
-            self.counts["full disk"] += 1
-            self.kill()  # the next server needs room for its directory
-        if self.disk and self.starts % ROUND == EMPTY:
-            for file in self.disk.glob("fill*"):
-                file.unlink()
-        if self.random.random() < REFUSED:
-            self.counts["refused"] += 1
+    def disturbed(*args) -> None:
+        if rng.random() < REFUSED:
             raise REPLError("injected: the start was refused")
-        if self.random.random() < KILLED:
-            self.kill()
-        self.request(*args)
-
-    def kill(self) -> None:
-        if Handle.current is not None:
-            self.counts["killed"] += 1
+        if rng.random() < KILLED and Handle.current is not None:
             os.kill(Handle.current.process.pid, signal.SIGKILL)
+        request(*args)
+
+    Handle.request = disturbed
+    train.main()
 
 
 def main() -> None:
-    disk = tempfile.mkdtemp(prefix="small-disk-")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=4096", "tmpfs", disk]
-    mounted = subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0
-    if mounted:
-        tempfile.tempdir = disk
-    else:
-        print("faults: no right to mount, so the full disk is left out", file=sys.stderr)
-    faults = Handle.request = Faults(Path(disk) if mounted else None)
-    try:
-        train.main()
-    finally:
-        Handle.stop()
-        if mounted:
-            subprocess.run(["umount", "-l", disk])
-        os.rmdir(disk)
-        print(f"faults injected: {faults.counts}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--most", type=float, default=60.0)
+    args, flags = parser.parse_known_args()
+
+    command = [sys.executable, "-m", "lab.faults", "train", "--out", args.out, *flags]
+    for kill in range(args.kills + 1):
+        resume = ["--resume"] * Path(args.out, "run.json").exists()
+        seconds = random.uniform(1, args.most) if kill < args.kills else None
+        try:
+            status = subprocess.run(command + resume, timeout=seconds).returncode
+            break
+        except subprocess.TimeoutExpired:  # which sends SIGKILL
+            print(f"kill {kill + 1} after {seconds:.0f} s", flush=True)
+
+    rows = map(json.loads, Path(args.out, "metrics.jsonl").read_text().splitlines())
+    steps = [row["step"] for row in rows if row["phase"] == "grpo"]
+    print(f"{kill} kills, exit status {status}, steps {steps}")
+    if status or steps != list(range(1, len(steps) + 1)):
+        sys.exit("the run failed, or steps are missing or double")
 
 
 if __name__ == "__main__":
-    console.start(main)
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+        train_disturbed()
+    else:
+        main()

@@ -4,25 +4,19 @@ An objective is a function `credit(rollouts, config) -> {node: Credit}`: for eac
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
 grpo.py's. Each docstring names the switches of GRPOConfig that the objective reads, and
 ValueError refuses values that it would ignore. The switches of the loss (--updates, --kl)
-go with all of them but dpo. The rewards that it sees are less the price of --cost. Your own
-objective can be a function like these, in any file.
-
+go with all of them but dpo. Your own objective can be a function like these, in any file.
 Left out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
 import math
-import random
 import statistics
 from collections import Counter
 from dataclasses import replace
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit,
-                  inherit, net, relative, scored_groups)
-from lab.fork import fork
+                  inherit, relative, scored_groups)
 from tree import Node, Rollout
 
-__all__ = ["fork"]
-NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "fork", "filter", "dpo", "own",
-         "half_own", "process", "one_child")
+NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own", "process")
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
@@ -80,37 +74,34 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     for N trained nodes in the batch, at D depths, N_d of them at the depth d of x. Where a
     node has no s, the paper has no A(x): here it inherits that of its root, and it is left
     out of its parent's mean (0, if nothing is left). A tree alone in its group has no
-    baseline, so its nodes have 0. Each s(x) pays the price (--cost) of x and all below.
-    Children sum drops the depth weights: all are 1. Reads credit, children, length;
-    refuses std off, as nothing is divided by the deviation."""
+    baseline, so its nodes have 0. Children sum drops the depth weights: all are 1. Reads
+    credit, children, length; refuses std off, as nothing is divided by the deviation."""
     _require(config, std=("on",))
     returns = {}
     for rollout in rollouts:
         for node in rollout.root.walk():
-            below = [net(child.score, child, config) for child in node.children
-                     if child.score is not None]
+            below = [child.score for child in node.children if child.score is not None]
             bonus = LAMBDA * statistics.fmean(below) if below else 0.0
             if node is rollout.root:
                 returns[node] = rollout.reward + bonus
             elif node.score is not None:
-                returns[node] = net(node.score, node, config) + bonus
+                returns[node] = node.score + bonus
 
     of_roots = [replace(r, reward=returns[r.root]) for r in rollouts]
     inherited = advantages(of_roots, config, _left_out)
     result = inherit(rollouts, inherited, config)
-    alone = {members[0] for members in scored_groups(rollouts).values()
-             if len(members) == 1}
     at_depth = Counter(node.depth for node in result)
-    for i, rollout in enumerate(rollouts):
-        baseline = returns[rollout.root] - inherited[i]
+    nodes, groups = len(result), scored_groups(rollouts)
+    for rollout, of_tree in zip(rollouts, inherited):
+        baseline = returns[rollout.root] - of_tree
         for node in rollout.root.walk():
             if node not in result:
                 continue
-            advantage, weight = inherited[i], 1.0
-            if node in returns and i not in alone:
+            advantage, weight = of_tree, 1.0
+            if node in returns and len(groups[rollout.group]) > 1:
                 advantage = returns[node] - baseline
             if config.children == "mean":
-                weight = len(result) / (len(at_depth) * at_depth[node.depth])
+                weight = nodes / (len(at_depth) * at_depth[node.depth])
             result[node] = Credit([advantage] * len(result[node].advantages), weight)
     return result
 
@@ -119,8 +110,7 @@ def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling: supervised learning on the trees that scored at least KEEP.
 
     ReST (2308.08998), RFT (2308.01825): the advantage is 1 for these trees, 0 for all
-    others. There is no baseline. With --cost the score is what is left after the price.
-    Reads credit, children, length; refuses std off."""
+    others. There is no baseline. Reads credit, children, length; refuses std off."""
     _require(config, std=("on",))
     kept = [float(rollout.reward >= KEEP) for rollout in rollouts]
     return inherit(rollouts, kept, config)
@@ -130,23 +120,19 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Online DPO (2305.18290) on the best and the worst tree of each group.
 
     The loss of a pair is L = -log sigmoid(beta m), with the margin
-        m     = (log pi(best) - log pi_ref(best)) - (log pi(worst) - log pi_ref(worst))
-        dL/dm = -beta sigmoid(-beta m)
+        m = (log pi(best) - log pi_ref(best)) - (log pi(worst) - log pi_ref(worst))
     where log pi(tree) sums over its sampled tokens, weighted by the 1/k of their nodes.
-    Here pi_ref is the policy that sampled the pair, new at every step. At its update
-    pi = pi_ref, so m = 0, sigmoid(0) = 1/2, and
-        grad L = -(beta / 2) (grad log pi(best) - grad log pi(worst))
-    which is the policy gradient with the advantages beta / 2 and -beta / 2. A second update
-    or a KL term would need another loss. The loss of a batch is the mean over its pairs; a
-    group with equal rewards has none. Reads credit, children; refuses other values of std,
-    length, updates, kl."""
+    Here pi_ref is the policy that sampled the pair. At its update m = 0, so dL/dm is
+    -beta sigmoid(0) = -beta / 2: the policy gradient with the advantages beta / 2 and
+    -beta / 2. A second update or a KL term would need another loss. The loss of a batch is
+    the mean over its pairs; a group with equal rewards has none. Reads credit, children;
+    refuses other values of std, length, updates, kl."""
     _require(config, std=("on",), length=("constant",), updates=(1,), kl=(0.0,))
-    per_tree = [0.0] * len(rollouts)
-    pairs = 0
+    per_tree, pairs = [0.0] * len(rollouts), 0
     relative_rewards = advantages(rollouts, config)
     for members in scored_groups(rollouts).values():
-        best = max(members, key=lambda i: relative_rewards[i])
-        worst = min(members, key=lambda i: relative_rewards[i])
+        best = max(members, key=relative_rewards.__getitem__)
+        worst = min(members, key=relative_rewards.__getitem__)
         if relative_rewards[best] > relative_rewards[worst]:
             per_tree[best], per_tree[worst] = BETA / 2, -BETA / 2
             pairs += 1
@@ -162,16 +148,18 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one.
 
     Its advantage is relative to all trained nodes of the group that have a score, in
-    whatever tree they are.
-    It is the score s(x) of RAO (2605.06639) without what RAO adds for the children's
-    scores; nodes without a score inherit. Reads credit, children, length, std; refuses
-    credit root."""
-    return _own_share(rollouts, config, 1.0)
-
-
-def half_own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """As `own`, but the advantage is the mean of the inherited and the child's own one."""
-    return _own_share(rollouts, config, 0.5)
+    whatever tree they are; nodes without one inherit. Reads credit, children, length, std;
+    refuses credit root."""
+    _require(config, credit=("inherit", "children"))
+    result = credit(rollouts, config)
+    for members in scored_groups(rollouts).values():
+        scored = [node for i in members for node in rollouts[i].root.walk()
+                  if node in result and node.score is not None]
+        own_advantages = relative([n.score for n in scored], config) if scored else []
+        for node, advantage in zip(scored, own_advantages):
+            turns = len(result[node].advantages)
+            result[node] = Credit([advantage] * turns, result[node].weight)
+    return result
 
 
 def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
@@ -183,56 +171,18 @@ def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     A is 0 all of it counts. Reads credit, children, length, std."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
-        nodes = [node for i in members for node in rollouts[i].root.walk()
-                 if node in result]
         valid = {node: [float(turn not in node.errors)
-                        for turn in range(len(result[node].advantages))] for node in nodes}
+                        for turn in range(len(result[node].advantages))]
+                 for i in members for node in rollouts[i].root.walk() if node in result}
         all_turns = [v for values in valid.values() for v in values]
         mean = sum(all_turns) / max(1, len(all_turns))
-
-        for node in nodes:
+        for node, values in valid.items():
             changed = []
-            for advantage, v in zip(result[node].advantages, valid[node]):
+            for advantage, v in zip(result[node].advantages, values):
                 most = abs(advantage) / 2 or math.inf
                 extra = max(-most, min(most, PROCESS * (v - mean)))
                 changed.append(advantage + extra)
             result[node] = Credit(changed, result[node].weight)
-    return result
-
-
-def one_child(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """Train one child of each node, drawn at random, with weight 1, not all with 1/k.
-
-    The expectation is that of children "mean", and there are fewer rows. The tokens of the
-    root seed the draw, so that all ranks, and a resumed run, draw the same. Reads credit,
-    length, std; refuses children sum and credit root."""
-    _require(config, children=("mean",), credit=("inherit", "children"))
-    result = credit(rollouts, config)
-    drawn = {}
-    for rollout in rollouts:
-        rng = random.Random(str(rollout.root.ids))
-        children = [rollout.root]
-        while children:
-            node = rng.choice(children)
-            if node in result:
-                drawn[node] = Credit(result[node].advantages, 1.0)
-            children = [child for child in node.children if child.sampled]
-    return drawn
-
-
-def _own_share(rollouts: list[Rollout], config: GRPOConfig, share: float) -> dict:
-    """Inherited credit; `share` of it is replaced by a node's own score, if it has one."""
-    _require(config, credit=("inherit", "children"))
-    result = credit(rollouts, config)
-    for members in scored_groups(rollouts).values():
-        scored = [node for i in members for node in rollouts[i].root.walk()
-                  if node in result and node.score is not None]
-        scores = [net(node.score, node, config) for node in scored]
-        own_advantages = relative(scores, config) if scored else []
-        for node, own_advantage in zip(scored, own_advantages):
-            mixed = [(1 - share) * inherited + share * own_advantage
-                     for inherited in result[node].advantages]
-            result[node] = Credit(mixed, result[node].weight)
     return result
 
 

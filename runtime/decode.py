@@ -2,14 +2,9 @@
 
 A few requests with one query each are too little work for a GPU, unless their keys are cut
 into parts that are attended to side by side (flash decoding). Here the parts are spans of
-SPAN tokens, whatever else is in the batch. So a long request alone has the whole card, and
-the result of each does not depend on the others. `attend_spans` computes the attention over
-each span, `merge_spans` the mean of a request's spans, weighted by the sums of their
-exponentials.
-
-The lengths are not needed on the host, so that a CUDA graph can be made of it. With
-TRITON_INTERPRET=1 it runs on a CPU, slowly. Left out: several queries of a request, which
-are for SDPA.
+SPAN tokens, whatever else is in the batch: a long request alone has the whole card, and
+the result of each does not depend on the others. The host needs no lengths, so that a CUDA
+graph can be made of it. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
 
 Shapes: B requests, H query and K key/value heads, G = H / K, E head_dim, P pages of S
 tokens, C columns of the page tables.

@@ -8,20 +8,12 @@ import torch
 from runtime import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def memory_used() -> int:
-    """Bytes: on a GPU the most that tensors took so far, else what the process holds."""
-    if DEVICE == "cuda":
-        return torch.cuda.max_memory_allocated()
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def give_back_memory() -> None:
     """Let glibc return what was freed. It keeps free blocks that lie between others: so a
-    run of an hour grew to twice its plan. docs/scale.md has the numbers."""
+    run of an hour grew to twice its plan."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -29,5 +29,5 @@ def read_json(path: str) -> Any:
     with open(path, encoding="utf-8") as file:
         try:
             return json.load(file)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error})") from None

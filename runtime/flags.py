@@ -4,9 +4,8 @@ A class is a group of flags. Classes are combined by inheritance, so that a prog
 flat configuration. Left out: nested configurations and files of settings. Standard library
 only.
 """
-import re
+import argparse
 from dataclasses import field, fields
-from typing import Any
 
 
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False):
@@ -29,23 +28,11 @@ def check(config) -> None:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
 
 
-def parser(description: str, **more):
+def parser(description: str, **more) -> argparse.ArgumentParser:
     """An argparse parser that says in one line what is wrong, and takes no flag by half its
     name. `more` are arguments of argparse's own."""
-    # Where they are used: rlm.py imports this file, for a library as well.
-    import argparse
-    import difflib
-
     made = argparse.ArgumentParser(description=description, allow_abbrev=False, **more)
-
-    def error(message: str) -> None:
-        known = re.findall(r"--[\w-]+", made.format_help())
-        wrong = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
-        near = difflib.get_close_matches(wrong[1], known, 1) if wrong else []
-        advice = f"did you mean {near[0]}? " if near else ""
-        made.exit(2, f"{made.prog}: {message} ({advice}--help shows what there is)\n")
-
-    made.error = error
+    made.error = lambda message: made.exit(2, f"{made.prog}: {message}; see --help\n")
     return made
 
 
@@ -82,25 +69,3 @@ def _add(group, f) -> None:
         text += f" (default {f.default})"
     group.add_argument(name, type=type(f.default), default=f.default, metavar=metavar,
                        help=text)
-
-
-def from_dict(cls, raw: Any, may_be_zero: tuple = ()):
-    """A dataclass from JSON values; its fields may be dataclasses themselves.
-
-    Raises ValueError for an unknown field, for a value of another type, and for a number
-    that is not above 0 (`may_be_zero` names the exceptions)."""
-    if not isinstance(raw, dict):
-        raise ValueError(f"{raw!r:.40} is not an object with fields")
-    default, values = cls(), {}
-    for name, value in raw.items():
-        if not hasattr(default, name):
-            raise ValueError(f"there is no field {name!r:.40}")
-        kind = type(getattr(default, name))
-        if hasattr(kind, "__dataclass_fields__"):
-            value = from_dict(kind, value, may_be_zero)
-        elif type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
-        elif kind in (int, float) and not value > (-1 if name in may_be_zero else 0):
-            raise ValueError(f"{name} is {value!r}, too small")
-        values[name] = value
-    return cls(**values)

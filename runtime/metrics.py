@@ -4,71 +4,39 @@ Left out: what the loss computes (grpo.Stats) and held-out scores (eval.py).
 """
 from collections import Counter
 
-from tree import Node, Rollout
+from tree import Rollout
 
 
-OUT_OF = {"turns": "out of turns", "window": "out of window", "budget": "out of budget"}
-
-
-def describe(rollouts: list[Rollout], advantages: list[float]) -> dict:
+def describe(rollouts: list[Rollout]) -> dict:
     """What a batch of trees looked like: means per tree over those that did not fail."""
-    scored, groups = [], {}
-    for rollout, advantage in zip(rollouts, advantages):
-        if not rollout.failed:
-            scored.append((rollout, advantage))
-            groups.setdefault(rollout.group, []).append(advantage)
+    scored = [rollout for rollout in rollouts if not rollout.failed]
+    groups = {}
+    for rollout in scored:
+        groups.setdefault(rollout.group, []).append(rollout.reward)
+    flat = [max(rewards) - min(rewards) < 1e-9 for rewards in groups.values()]
+    nodes = [node for rollout in scored for node in rollout.root.walk()]
     n = len(scored)
-    nodes = [node for rollout, _ in scored for node in rollout.root.walk()]
-    flat = [not any(advantages) for advantages in groups.values()]
     return {
-        "reward": sum(rollout.reward for rollout, _ in scored) / n,
+        "reward": sum(rollout.reward for rollout in scored) / n,
         "flat": sum(flat) / len(groups),  # share of the groups that carry no gradient
         "failed": len(rollouts) - n,
         "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
         "nodes": len(nodes) / n,
-        "turns": sum(node.written for node in nodes) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
-        "critical_path": sum(critical_path(rollout.root) for rollout, _ in scored) / n,
-        "tokens_worse": _mean([sampled_tokens([r]) for r, a in scored if a < 0]),
-        "tokens_better": _mean([sampled_tokens([r]) for r, a in scored if a > 0]),
         "errors": sum(len(node.errors) for node in nodes) / n,
-        "block_s": sum(node.repl_seconds for node in nodes) / n,
-        "ends": dict(Counter(rollout.root.end for rollout, _ in scored).most_common()),
+        "ends": dict(Counter(rollout.root.end for rollout in scored).most_common()),
     }
 
 
-def sampled_tokens(rollouts: list[Rollout]) -> int:
-    return sum(node.sampled for rollout in rollouts for node in rollout.root.walk())
-
-
-def critical_path(node: Node) -> int:
-    """The tokens that had to be written one after another: those of the node, and of each
-    of its queries the child with the longest such path. What a tree takes at least, however
-    many run side by side. Four characters count as a token where there are no ids."""
-    own = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns
-              if turn.role == "assistant")
-    longest: dict[tuple, int] = {}
-    for child in node.children:
-        longest[child.asked] = max(longest.get(child.asked, 0), critical_path(child))
-    return own + sum(longest.values())
-
-
-def _mean(values: list) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
 def shares(ends: dict[str, int]) -> str:
-    """How roots ended, the most frequent end first: "final 90%, out of turns 10%"."""
+    """How roots ended, the most frequent end first: "final 90%, turns 10%"."""
     total = sum(ends.values())
-    return ", ".join(f"{OUT_OF.get(end, end)} {count / total:.0%}"
-                     for end, count in ends.items())
+    return ", ".join(f"{end} {count / total:.0%}" for end, count in ends.items())
 
 
 def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
-    lost = ""
-    if m["failed"]:
-        lost = f" | failed {m['failed']}: {next(iter(m['failures']))[:60]}"
+    lost = f" | failed {m['failed']}" if m["failed"] else ""
     update = "no signal, no step"
     if m["rows"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"

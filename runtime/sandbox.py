@@ -1,16 +1,13 @@
 """What keeps a REPL's code from the machine: limits, namespaces, a file system, a user id.
 
-When it starts, the REPL server chooses the best sandbox that works here. It leaves the
-network, and the file system for one that holds only the system's programs and this
-Python. Each worker gets a process namespace and a small writable directory of its own,
-and if the server is root's, a user id of its own. Root needs CAP_SYS_ADMIN for that,
-others need user namespaces. Where the kernel refuses, or with `sandbox="off"`, a block
-gets far less of this.
+When it starts, the REPL server leaves the network, and the file system for one that holds
+only the system's programs and this Python. Each worker gets a process namespace and a small
+writable directory of its own, and if the server is root's, a user id of its own. Root needs
+CAP_SYS_ADMIN for that, others need user namespaces. Where the kernel refuses, or with
+`sandbox="off"`, there are only limits, a session, a directory and a short environment.
 
 This protects from accidents and from a policy that explores, not from an attacker: see
-docs/repl.md for what is not stopped. Everything goes through libc, so that a start costs
-less than a millisecond more than a bare fork. Linux only. Left out: control groups and
-system-call filters.
+docs/repl.md. Linux only. Left out: control groups and system-call filters.
 """
 
 from __future__ import annotations
@@ -26,15 +23,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-DESCRIPTORS = 4096  # of the server, which holds two per REPL
+DESCRIPTORS = 1 << 16  # of the server, at most; it holds two per REPL
+REPLS = DESCRIPTORS // 2
 
 # CLONE_NEW*, MS_* and PR_* of the kernel's headers
 NEW_FS, NEW_UTS, NEW_IPC = 0x20000, 0x4000000, 0x8000000
 NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
-PDEATHSIG, DUMPABLE, KEEPCAPS, SET_NAME = 1, 4, 8, 15
-SUBREAPER, NO_NEW_PRIVS, AMBIENT = 36, 38, 47
-READ_SEARCH = 2  # CAP_DAC_READ_SEARCH
+PDEATHSIG, DUMPABLE, SET_NAME, NO_NEW_PRIVS = 1, 4, 15, 38
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
 USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
@@ -53,12 +49,11 @@ class Limits:
     file_mb: int = 64  # its largest file (RLIMIT_FSIZE)
     disk_mb: int = 256  # all files together (in memory; only with namespaces)
     open_files: int = 256  # descriptors of one process (RLIMIT_NOFILE)
-    processes: int = 128  # and threads (RLIMIT_NPROC; only as root or with namespaces)
+    processes: int = 128  # and threads (RLIMIT_NPROC; only with namespaces)
     frame_mb: int = 256  # the largest frame, either way: a context, a query, its answers
     answer_chars: int = 1_000_000  # the largest answer, as JSON; above it FINAL(...) raises
     queries: int = 1000  # prompts per block; a call that crosses it gets error strings
-    # require: no REPL without namespaces; auto: without them, say so once; off: none
-    sandbox: str = "auto"
+    sandbox: str = "auto"  # auto: namespaces where possible; require; off
 
     def __post_init__(self) -> None:
         if self.sandbox not in ("require", "auto", "off"):
@@ -83,7 +78,7 @@ class Sandbox:
 
     namespaces: bool
     mapped: bool = False  # through a user namespace, with one user id for all workers
-    user: int = 0  # the first of the ids that workers take; 0: they keep the server's
+    user: int = 0  # of root's server: the first of the ids that its workers take
 
     def enter(self) -> None:
         """In the server's process, first.
@@ -92,7 +87,6 @@ class Sandbox:
         to a process namespace that this user namespace owns.
         """
         if not self.mapped:
-            call("prctl", SUBREAPER, 1, 0, 0, 0)  # orphans of workers become our children
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
@@ -107,13 +101,9 @@ class Sandbox:
             os._exit(0)
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    def build(self, base: str, hidden: list[str]) -> None:
-        """In the server: change to a root of its own. Workers will see its `/jail`.
-
-        `hidden` are directories to cover if they lie below one that is shown.
-        """
+    def build(self, base: str) -> None:
+        """In the server: change to a root of its own. Workers will see its `/jail`."""
         if not self.namespaces:
-            os.chmod(base, 0o711)
             return
         self.processes = os.open("/proc/self/ns/pid", os.O_RDONLY)
         call("unshare", NEW_FS | NEW_NET | NEW_UTS)
@@ -130,17 +120,9 @@ class Sandbox:
             mount(f"/dev/{name}", f"{jail}/dev/{name}", "", BIND)
 
         prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
-        python = prefixes | {os.path.realpath(prefix) for prefix in prefixes}
-        show(jail, {*SYSTEM, *python})
-        for path in {*hidden} - {*SYSTEM, *python, "/"}:
-            shown = os.path.isdir(jail + path)
-            if shown and os.stat(jail + path).st_dev != os.stat(jail).st_dev:
-                mount("tmpfs", jail + path, "tmpfs", 0, "mode=755,size=4m")
-        show(jail, python)  # again: it may lie below what was covered
-        for path in ("/tmp", "/var/tmp", "/dev/shm"):
-            if not os.path.lexists(jail + path):
-                os.makedirs(os.path.dirname(jail + path), exist_ok=True)
-                os.symlink("/repl", jail + path)
+        show(jail, {*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)})
+        if not os.path.lexists(jail + "/tmp"):
+            os.symlink("/repl", jail + "/tmp")
 
         # The kernel lets workers mount /proc only if one is in sight here.
         os.mkdir(f"{base}/proc")
@@ -170,44 +152,52 @@ class Sandbox:
         os.setsid()  # a group of its own, killed as one
         os.closerange(3, keep)
         os.closerange(keep + 1, DESCRIPTORS)
-        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 was the client's
-        user = self.user + number if self.user else 0
         if self.namespaces:
-            self.change_root(user, limits)
+            self.change_root(self.user + number, limits)
             directory = "/repl"
-        if user:
-            call("prctl", KEEPCAPS, 1, 0, 0, 0)
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-        # Outside of the jail Python may lie where only root reads: that right is kept.
-        drop_rights(READ_SEARCH if user and not self.namespaces else None)
+        # No capabilities (version 3 of the structure), and none from programs either.
+        call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc/self is closed to it
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        call("prctl", SUBREAPER, 1, 0, 0, 0)  # its orphans stay its own
         os.chdir(directory)
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
-        set_limits(limits, count_processes=bool(user) or self.mapped)
+        self.set_limits(limits)
+        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 was the client's
 
     def change_root(self, user: int, limits: Limits) -> None:
         call("unshare", NEW_FS | NEW_IPC)
         options = f"mode=700,size={limits.disk_mb}m,nr_inodes={limits.disk_mb << 8}"
-        if user:
+        if self.user:
             options += f",uid={user},gid={user}"
         mount("tmpfs", "/jail/repl", "tmpfs", NOSUID | NODEV, options)
         mount("proc", "/jail/proc", "proc", NOSUID | NODEV)
         if self.mapped:
             call("unshare", NEW_USER)  # the kernel counts processes for each of these
         os.chroot("/jail")  # from in here no user namespace can be started
+        if self.user:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
 
-    def fails(self, base: str, hidden: list[str]) -> str:
+    def set_limits(self, limits: Limits) -> None:
+        most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20,
+                "CPU": limits.cpu_seconds, "NOFILE": limits.open_files,
+                "CORE": 0, "MSGQUEUE": 0}
+        if self.namespaces:  # else it would count all processes of the user
+            most["NPROC"] = limits.processes
+        for name, value in most.items():
+            kind = getattr(resource, f"RLIMIT_{name}")
+            value = min(value, resource.getrlimit(kind)[1] % 2**64)  # -1 is infinity
+            resource.setrlimit(kind, (value, value))
+
+    def fails(self, base: str) -> str:
         """Try all of it in children. Returns what went wrong, or ""."""
         ours, theirs = os.pipe()
         if (pid := os.fork()) == 0:
             try:
                 self.enter()
-                self.build(base, hidden)
+                self.build(base)
                 if self.fork():
                     os.wait()
                 else:
@@ -225,34 +215,8 @@ class Sandbox:
         return "" if report == "well" else report or "it was killed"
 
 
-def drop_rights(kept: int | None) -> None:
-    """Give up all capabilities but `kept`; that one too if the server never had it."""
-    rights = 0 if kept is None else 1 << kept
-    version = struct.pack("Ii", 0x20080522, 0)
-    if LIBC.capset(version, struct.pack("6I", rights, rights, rights, 0, 0, 0)):
-        call("capset", version, bytes(24))
-    elif rights:
-        call("prctl", AMBIENT, 2, kept, 0, 0)  # for the programs that it starts
-
-
-def set_limits(limits: Limits, count_processes: bool) -> None:
-    most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20,
-            "CPU": limits.cpu_seconds, "NOFILE": limits.open_files,
-            "CORE": 0, "MSGQUEUE": 0}
-    if count_processes:  # else it would count all processes of the user
-        most["NPROC"] = limits.processes
-    for name, value in most.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        value = min(value, resource.getrlimit(kind)[1] % 2**64)  # -1 is infinity
-        resource.setrlimit(kind, (value, value))
-
-
-def show(jail: str, paths: set[str], whole: bool = False) -> None:
-    """Make these links, directories and files visible in the jail.
-
-    What is in a directory that only its owner may enter is shown in one that all may, but
-    with `whole`. So the packages of a virtual environment are there for every worker.
-    """
+def show(jail: str, paths: set[str]) -> None:
+    """Make these links, directories and files visible in the jail."""
     for path in sorted(paths):  # parents first
         if os.path.islink(path):
             os.makedirs(os.path.dirname(jail + path), exist_ok=True)
@@ -260,30 +224,18 @@ def show(jail: str, paths: set[str], whole: bool = False) -> None:
                 os.symlink(os.readlink(path), jail + path)
         elif os.path.isdir(path) and not os.path.isdir(jail + path):
             os.makedirs(jail + path)
-            if whole or os.stat(path).st_mode & 0o005 == 0o005:
-                mount(path, jail + path, "", BIND | REC)
-            else:
-                show(jail, {entry.path for entry in os.scandir(path)}, whole=True)
-        elif os.path.isfile(path) and not os.path.lexists(jail + path):
-            os.close(os.open(jail + path, os.O_CREAT))
-            mount(path, jail + path, "", BIND)
+            mount(path, jail + path, "", BIND | REC)
 
 
-def choose(sandbox: str, base: str, hidden: list[str]) -> tuple[Sandbox, str]:
-    """The best sandbox that works here, and in words what it lacks."""
-    root = os.getuid() == 0
-    user = USER + os.getpid() % 30_000 * DESCRIPTORS  # each server has a range of its own
-    kinds = [Sandbox(True, user=user), Sandbox(True, mapped=True),
-             Sandbox(False, user=user), Sandbox(False)]
-    problem = ""
-    for kind in kinds:
-        if (kind.user and not root) or (kind.namespaces and sandbox == "off"):
-            continue
-        error = kind.fails(base, hidden)
-        if not error:
-            break
-        problem = problem or error
-    lacks = [] if kind.namespaces else ["no namespaces"]
-    if not kind.user and (root or not kind.mapped):  # nothing binds root
-        lacks.append("no limit of processes")
-    return kind, f"{' and '.join(lacks)} ({problem})" if lacks else ""
+def choose(sandbox: str, base: str) -> tuple[Sandbox, str]:
+    """The best sandbox that works here, and why it is not a better one."""
+    kinds = [Sandbox(True, mapped=True)]
+    if os.getuid() == 0:  # each server has a range of user ids of its own
+        kinds.insert(0, Sandbox(True, user=USER + os.getpid() % 4000 * REPLS))
+    problems = []
+    for kind in kinds if sandbox != "off" else []:
+        problem = kind.fails(base)
+        if not problem:
+            return kind, ""
+        problems.append(problem)
+    return Sandbox(False), "; ".join(problems)

@@ -2,13 +2,11 @@
 
 A signal is noted, and cancels the sampling that goes on. Everything else goes on until the
 ranks next compare notes, which `Run.gather` does between steps. A second Ctrl-C ends the
-process at once. Left out: SIGKILL. After it a run continues from its last checkpoint.
+process at once.
 """
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
-from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
@@ -20,19 +18,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Inside `with`, the first signal is kept as `number`, 0 until then. If `loud`, it is
-    answered with a line."""
+    """Inside `with`, the first signal is kept as `number`, 0 until then."""
 
-    def __init__(self, loud: bool):
-        self.loud = loud
+    def __init__(self):
         self.number = 0
-        self.sampling: asyncio.Task | None = None
+        self.sampling = None  # the task that is to be cancelled
 
     def __enter__(self) -> "Stop":
-        self.before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as Ctrl-C in a background job
-                self.before[number] = signal.signal(number, self._told)
+        self.before = {number: signal.signal(number, self._told)
+                       for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,30 +35,23 @@ class Stop:
 
     def _told(self, number: int, _: object) -> None:
         # Not print(): the signal may have interrupted one.
-        first = not self.number
-        self.number = self.number or number
-        if first and self.loud:
-            os.write(1, b"stopping at the next whole step; Ctrl-C ends it at once\n")
-        if not first and number == signal.SIGINT:
-            os.write(2, b"train.py: ended at once\n")
-            os._exit(128 + number)
+        os.write(2, b"stopping at the next whole step; Ctrl-C ends it at once\n")
+        self.number = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.sampling:
             self.sampling.get_loop().call_soon_threadsafe(self.sampling.cancel)
 
-    def run(self, coroutine: Coroutine) -> Any:
+    def run(self, coroutine):
         """What it returns; None if it was cancelled because of a signal."""
-        async def cancellable() -> Any:
+        async def cancellable():
             self.sampling = asyncio.current_task()
             if self.number:  # since before the task began
                 self.sampling.cancel()
             try:
                 return await coroutine
+            except asyncio.CancelledError:
+                return None
             finally:
                 self.sampling = None
 
-        try:
-            return asyncio.run(cancellable())
-        except asyncio.CancelledError:
-            if not self.number:
-                raise
-            return None
+        return asyncio.run(cancellable())

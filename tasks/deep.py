@@ -10,7 +10,7 @@ somebody has to read each paragraph, and the model's window (TINY) holds just on
 import random
 from itertools import product
 
-from tasks.in_repl import TOOLS, block, first_hit
+from tasks.in_repl import TOOLS, block
 from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
 
 # A node has one message with room for one call, to two children at most.
@@ -62,10 +62,7 @@ LEAF_SHARES = {"right": 0.6, "none": 0.4}
 
 
 def demonstrate(task, node, rng):
-    """One of NODE_SCRIPTS. A plain completion reads a paragraph: it gives the right meaning
-    of its word, or none."""
-    shares = LEAF_SHARES if node.kind == "llm" else NODE_SHARES
-    name = pick(shares, rng)
+    name = pick(LEAF_SHARES if node.kind == "llm" else NODE_SHARES, rng)
     if name == "none":
         return "none"
     return translate(node) if name == "right" else block(NODE_SCRIPTS[name])
@@ -79,6 +76,3 @@ def translate(node) -> str:
 
 def oracle(task, node):
     return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"])
-
-
-keyword = first_hit

@@ -4,8 +4,8 @@ Gold is a list of strings. The score is the share of them in the answer, in any 
 """
 import re
 
-from tasks.in_repl import PIECES, TOOLS, first_hit, script
-from tasks.text import as_line, characters, field, fill, filler, make_term
+from tasks.in_repl import TOOLS, block
+from tasks.text import as_line, field, make_sentence, make_term
 
 STRATEGY = """\
 One sentence of the context holds the answer. Search for the words of the question. \
@@ -15,12 +15,14 @@ ANSWER_CHARS = 512  # of an answer that count: RULER lets a model write 128 toke
 
 
 def make(rng, tokens=None, heldout=False):
-    chars = characters(tokens, TOKENS)
-    key, value = make_term(rng), str(rng.randrange(10 ** 6, 10 ** 7))
+    key, value = make_term(rng, heldout=True), str(rng.randrange(10 ** 6, 10 ** 7))
     needle = f"One of the special magic numbers for {key} is: {value}."
-    text = fill(rng, filler(rng, key), chars - len(needle))
-    at = rng.randrange(len(text) // 10 + 1, len(text))  # not in the first tenth
-    text.insert(at, needle)
+    filler = [make_sentence(rng, make_term(rng)) for _ in range(400)]  # not about the key
+    text, room = [], 4 * (tokens or TOKENS) - len(needle)
+    while room > 0:
+        text.append(rng.choice(filler))
+        room -= len(text[-1]) + 1
+    text.insert(rng.randrange(len(text) // 10 + 1, len(text)), needle)  # not at the start
     query = f"What is the special magic number for {key} mentioned in the provided text?"
     return query, " ".join(text), [value]
 
@@ -34,33 +36,24 @@ def score(task, answer):
 
 def read(row):
     """`input` (the question is its last line), `outputs` = [strings]: RULER's files."""
-    context, _, query = field(row, "input", str).strip().rpartition("\n")
-    if not context.strip():
-        raise ValueError("field 'input' is one line; its last line is the question")
-    gold = field(row, "outputs", list)
-    if not gold or not all(isinstance(value, str) and value for value in gold):
-        raise ValueError("field 'outputs' is not a list of strings")
-    return query.strip(), context, gold
+    context, _, query = field(row, "input").strip().rpartition("\n")
+    return query, context, field(row, "outputs", list)
 
 
-# Runs in the REPL: children look for the needle in pieces of the context, which overlap.
-def find(context, query, pieces):
-    size, overlap = -(-len(context) // pieces), 200
-    parts = [context[i:i + size + overlap] for i in range(0, len(context), size)]
-    found = rlm_query_batched(query, parts)
-    return next(value for value in found if value)
+# A root: children look for the needle in pieces of the context, which overlap.
+SPLIT = """\
+size = -(-len(context) // 24)
+parts = [context[i:i + size + 200] for i in range(0, len(context), size)]
+found = rlm_query_batched({query!r}, parts)
+FINAL(next(value for value in found if value))"""
 
-
-# Runs in a child's REPL.
-def find_here(context, key):
-    said = re.search(rf"for {key} is: (\d+)\.", context)
-    return said[1] if said else None
+# A child: None where the needle is not.
+FIND = """\
+import re
+said = re.search(r"for {key} is: (\\d+)\\.", context)
+FINAL(said[1] if said else None)"""
 
 
 def oracle(task, node):
-    if node.depth:
-        return script(find_here, re.search(r"for (\S+) mentioned", task.query)[1])
-    return script(find, task.query, PIECES)
-
-
-keyword = first_hit
+    key = re.search(r"for (\S+) mentioned", task.query)[1]
+    return block((FIND if node.depth else SPLIT).format(query=task.query, key=key))

@@ -3,8 +3,7 @@
 `Sort the notes from "Kelso".` Which notes are from the place can be searched for. Whether
 one is about an animal, a plant, a tool or a food is in no text: one of its words says so,
 among others that say nothing. What a message prints is cut at the length of one note, so
-the scripts that are good ask children. There are ways without, which no script shows: to
-write the dictionary as code, or to print two letters of each word.
+the scripts that are good ask children. There are ways without, which no script shows.
 
 Gold is {name: kind}. The score is the share of right kinds among all notes that the
 answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
@@ -14,10 +13,8 @@ notes from the place hold one of these.
 """
 import re
 
-from tasks.in_repl import TOOLS, block, script, word_of
-from tasks.text import characters, how_many, pick
-
-__all__ = ["TOOLS"]
+from tasks.in_repl import TOOLS, block, word_of
+from tasks.text import how_many, pick
 
 STRATEGY = """\
 The context is a dict {name: words}. Return a dict {name: kind} of the notes from the \
@@ -55,10 +52,8 @@ PLACES = (
 EVERY = [*KIND, *OTHERS]
 
 TOKENS = 387  # 45 notes
-NOTES = (6, 150)  # of a question of the usual length
-NOTE_CHARS = 34.4  # on average
+NOTE_TOKENS = 34.4 / 4  # on average
 NOTE_WORDS = 5
-HERE = (2, 4)  # notes from the place
 
 # The longest note can be printed whole. Then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 42}}
@@ -73,11 +68,11 @@ ANY = {place: [word for word in EVERY if not is_heldout(place, word)] for place 
 
 
 def make(rng, tokens=None, heldout=False):
-    number = how_many(rng, *NOTES)
-    if tokens is not None:
-        number = round(characters(tokens, TOKENS) / NOTE_CHARS)
+    number = how_many(rng, 6, 150)
+    if tokens:
+        number = round(tokens / NOTE_TOKENS)
     place = rng.choice(PLACES)
-    here = set(rng.sample(range(number), rng.randint(*HERE)))
+    here = rng.sample(range(number), rng.randint(2, 4))
 
     context, gold = {}, {}
     for i in range(number):
@@ -102,7 +97,7 @@ def score(task, answer):
 
 def part_score(task, part, answer):
     """For a child that was given one note: whether it says what that one is about."""
-    if not isinstance(part, str) or part not in task.context.values():
+    if part not in task.context.values():
         return None
     return float(answer == kind_of(part))
 
@@ -112,15 +107,13 @@ def kind_of(text: str) -> str:
     return next((KIND[word] for word in words if word in KIND), "")
 
 
-# Shares of good and bad strategies. Only filter with read is right: which is which is for
-# the reinforcement to find out.
+# Shares of good and bad strategies. Only filter with read is right.
 ROOT_SCRIPTS = {"filter": 0.45, "all": 0.15, "one": 0.2, "read": 0.12, "forget": 0.08}
 CHILD_SCRIPTS = {"read": 0.5, "guess": 0.4, "look": 0.1}
 
 
 def demonstrate(task, node, rng):
-    scripts = CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS
-    name = pick(scripts, rng)
+    name = pick(CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS, rng)
     return strategy_code(task, node, name, rng.choice(list(WORDS)))
 
 
@@ -132,8 +125,8 @@ def strategy_code(task, node, name: str, guess: str = "") -> str:
     if name == "read" and looked and node.depth:
         return block(f'FINAL("{kind_of(node.turns[-1].text)}")')
     if name == "read" and looked:
-        notes = node.turns[-1].text.split("\n")
-        return block(f"ks = {[kind_of(note) for note in notes if kind_of(note)]}\n{join}")
+        kinds = map(kind_of, node.turns[-1].text.split("\n"))
+        return block(f"ks = {[kind for kind in kinds if kind]}\n{join}")
     if name == "read" and not node.depth:
         return block(f'{find}print("\\n".join(context[i] for i in ids))')
     return block({
@@ -151,11 +144,3 @@ def strategy_code(task, node, name: str, guess: str = "") -> str:
 
 def oracle(task, node):
     return strategy_code(task, node, "read" if node.depth else "filter")
-
-
-def first_kind(context, word):
-    return {name: "animals" for name in context if word in name}
-
-
-def keyword(task, node):
-    return script(first_kind, word_of(task))

@@ -19,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
 FLAT = "no step had a gradient"  # how SHORT ends: three supervised steps answer nothing
+SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                   num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                   max_position_embeddings=384, rope_theta=1e4)
 
 
 def pytest_collection_finish(session):
@@ -40,23 +43,21 @@ def command(module, monkeypatch, *args):
 
 
 def data_of(page):
-    """What a report page holds of its trees, put together as its script does."""
+    """What a report page holds of its trees, unpacked as its script does."""
     packed = re.search(r"id=data>([A-Za-z0-9+/=]*)</script>", page)[1]
-    text = zlib.decompress(base64.b64decode(packed)).decode("ascii")
-    *lines, last = map(json.loads, text.splitlines())
-    return last | {"trees": [line["tree"] for line in lines],
-                   "texts": [text for line in lines for text in line["texts"]],
-                   "pieces": {k: v for line in lines for k, v in line["pieces"].items()}}
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory):
-    """A finished short run of the default command, from nothing: init, warmup, final."""
+    """A finished short run from nothing, of a smaller model: init, warmup, final."""
     import train
     from rlm import RLMConfig
 
     out = tmp_path_factory.mktemp("run") / "a"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "TINY_MODEL", SMALL_MODEL)
+        patch.setattr(train, "TOKENIZER_TREES", 32)
         assert FLAT in command(train, patch, *SHORT, "--out", out)
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"

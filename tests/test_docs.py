@@ -6,22 +6,18 @@ import inspect
 import json
 import re
 import sys
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement  # comes with pytest
 
 import eval as evaluation
 import rlm
 import train
 from conftest import FLAT, SHORT, command
-from tree import Node, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-CI = ROOT / ".ci" / "run"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EXTENDING = TEXTS[ROOT / "docs" / "extending.md"]
@@ -70,14 +66,9 @@ def test_every_file_that_is_named_exists(page):
     inside = re.findall(r"(?<![\w/.~])((?:lab|tasks|runtime|tests|docs)/[\w./-]*\w)", text)
     modules = [f"lab/{name}.py" for name in re.findall(r"-m lab\.([a-z]\w*)", text)]
     on_top = re.findall(r"(?<![\w/.~])(\w+\.py)\b", text)
-    of_the_reader = {*EXAMPLES, "my_task.py", "file.py"}
+    of_the_reader = {*EXAMPLES, "my_task.py", "file.py", "judge.py", "track.py"}
     for name in {*inside, *modules, *on_top} - of_the_reader:
         assert (ROOT / name).exists(), name
-
-
-def test_every_page_is_linked_from_the_readme():
-    for page in PAGES[1:]:
-        assert f"(docs/{page.name}" in TEXTS[README]
 
 
 @pages
@@ -96,55 +87,6 @@ def test_flags_in_commands_exist(page, monkeypatch, capsys):
             if found:
                 used = set(re.findall(r"(?<!\S)--[a-z][\w-]*", arguments))
                 assert used <= flags | {"--help"}, line
-
-
-def test_what_the_readme_tells_to_look_for_is_there():
-    entries = re.findall(r"^\d\. \[(\w+\.py)\](.*?)(?=^\d\.|^\n)", TEXTS[README],
-                         re.DOTALL | re.MULTILINE)
-    assert [file for file, _ in entries] == ["tree.py", "rlm.py", "grpo.py", "train.py"]
-    for file, text in entries:
-        for name in re.findall(r"`(\w+)`", text):
-            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (file, name)
-
-
-@pages
-def test_a_ceiling_in_tokens_says_by_whose_tokenizer(page):
-    for paragraph in TEXTS[page].split("\n\n"):
-        assert "ways_to_sort" not in paragraph or "tokenizer" in paragraph
-
-
-@pages
-def test_lines_are_short(page):
-    long = [n for n, line in enumerate(TEXTS[page].splitlines(), 1) if len(line) > 120]
-    assert not long
-
-
-def test_the_readme_is_short_and_has_the_command_that_runs_the_tests():
-    assert len(TEXTS[README].splitlines()) <= 220
-    assert len(TEXTS[README].split()) <= 2000
-    command = "pip install -r requirements.txt -c constraints.txt && pytest"
-    assert f"\n{command}\n" in TEXTS[README]
-    # The same one runs after each change, only with less output.
-    assert f"\n{command.replace('install', 'install -q')}\n" in CI.read_text()
-
-
-def test_the_exact_set_is_within_the_ranges():
-    ranges, exact = ([Requirement(line) for line in (ROOT / name).read_text().splitlines()]
-                     for name in ("requirements.txt", "constraints.txt"))
-    assert [each.name for each in exact] == [each.name for each in ranges]
-    for pin, wide in zip(exact, ranges):
-        [version] = pin.specifier
-        assert version.operator == "==" and wide.specifier.contains(version.version)
-        assert not wide.specifier.contains("999")  # nobody has tried that
-        assert "==" not in str(wide)  # it would replace what a hosted notebook has
-
-
-def test_what_is_installed_is_all_that_is_imported():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    installed = project["tool"]["setuptools"]
-    assert installed["py-modules"] == sorted(path.stem for path in ROOT.glob("*.py"))
-    assert installed["packages"] == sorted(
-        path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 
 # --- the notebook -------------------------------------------------------------------------
@@ -203,14 +145,6 @@ def trained(elsewhere):
     return elsewhere / "runs" / "rooms"
 
 
-def test_the_page_has_three_files_of_at_most_40_lines():
-    assert list(EXAMPLES) == ["rooms.py", "brief.py", "levels.py"]
-    for source in EXAMPLES.values():
-        assert len(source.splitlines()) <= 40
-    assert len(EXAMPLES["levels.py"].splitlines()) <= 15
-    assert {word for _, line in COMMANDS for word in line.split()} >= set(EXAMPLES)
-
-
 @pytest.mark.parametrize("name", ["rooms.py", "brief.py"])
 def test_the_oracle_answers_the_examples(name, elsewhere, monkeypatch, capsys):
     arguments = next(a for a in commands("eval", name) if "oracle" in a)
@@ -235,85 +169,3 @@ def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatc
     start = ["--model", short_run / "warmup", "--warmup-steps", 0]
     assert FLAT in command(train, monkeypatch, *reward, *objective, *SHORT, *start)
     assert (elsewhere / "runs" / "levels" / "result.json").exists()
-
-
-# --- mistakes in a file -------------------------------------------------------------------
-
-MAKE = "def make(rng, tokens=None, heldout=False):\n    return 'q', 'c', 'a'\n"
-SCORE = "def score(task, answer):\n    return 1.0\n"
-ORACLE = "def oracle(task, node):\n    return '```repl\\nFINAL(1)\\n```'\n"
-ANSWER = "def score(task, answer):{}\n"
-CREDIT = "def credit(rollouts, config):{}\n"
-HERE = "  # here"  # the line that the message names
-BOOM = "    return {}['boom']  # here\n"
-
-MISTAKES = {  # file -> (how it is used, its text, what the message says)
-    "no_make": ("--tasks", SCORE, "no function make"),
-    "no_score": ("--tasks", MAKE, "no function score"),
-    "syntax": ("--tasks", "x = (  # here\n", "SyntaxError"),
-    "importing": ("--tasks", "import nowhere_to_be_found  # here\n", "ModuleNotFoundError"),
-    "make_wrong": (
-        "--tasks",
-        SCORE + ORACLE + "def make(rng, **more):  # here\n    return 'q', 3, 'a'\n",
-        "make returned"),
-    "make_raises": (
-        "--tasks", SCORE + ORACLE + "def make(rng, **more):\n" + BOOM, "KeyError"),
-    "score_wrong": (
-        "--tasks", MAKE + ORACLE + ANSWER.format(HERE) + "    return 'good'\n",
-        "score returned 'good'"),
-    "score_large": (
-        "--tasks", MAKE + ORACLE + ANSWER.format(HERE) + "    return 2\n",
-        "score returned 2"),
-    "score_raises": ("--tasks", MAKE + ORACLE + ANSWER.format("") + BOOM, "KeyError"),
-    "oracle_wrong": (
-        "--tasks", MAKE + SCORE + "def oracle(task, node):  # here\n    return 3\n",
-        "oracle returned 3"),
-    "oracle_raises": (
-        "--tasks", MAKE + SCORE + "def oracle(task, node):\n" + BOOM, "KeyError"),
-    "reward_missing": ("--reward", MAKE, "no function score"),
-    "reward_wrong": (
-        "--reward", ANSWER.format(HERE) + "    return None\n", "score returned None"),
-    "reward_raises": ("--reward", "async " + ANSWER.format("") + BOOM, "KeyError"),
-    "objective_missing": ("--objective", SCORE, "no function credit"),
-    "objective_wrong": (
-        "--objective", CREDIT.format(HERE) + "    return [1.0]\n", "credit returned [1.0]"),
-    "objective_values": (
-        "--objective",
-        CREDIT.format(HERE) + "    return {r.root: 1.0 for r in rollouts}\n",
-        "credit returned 1.0"),
-    "objective_raises": ("--objective", CREDIT.format("") + BOOM, "KeyError"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_names_file_and_line(name, tmp_path, trained, monkeypatch, capsys):
-    flag, source, says = MISTAKES[name]
-    file = tmp_path / f"{name}.py"
-    file.write_text(source)
-    monkeypatch.chdir(tmp_path)
-    if flag == "--objective":
-        root = Node()
-        root.add(Turn("assistant", "", (1,), (0.0,)))
-        trees = [Rollout(None, "g", root, 1.0)]
-        # A step needs a model that samples; these trees stand in for what it would sample.
-        monkeypatch.setattr(train.Trainer, "train",
-                            lambda self: self.objective(trees, self.config))
-        message = command(train, monkeypatch, flag, file, "--model", trained / "init",
-                      "--heldout", 1, "--warmup-steps", 0)
-    else:
-        arguments = ["--policy", "oracle", flag, file, "--n", 1]
-        message = command(evaluation, monkeypatch, *arguments)
-
-    assert isinstance(message, str) and "\n" not in message  # one line, and exit status 1
-    assert str(file) in message and says in message
-    marked = [n for n, line in enumerate(source.splitlines(), 1) if "# here" in line]
-    for line in marked:
-        assert f"{file} line {line}" in message
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_training_tells_a_mistake_in_a_task_as_well(tmp_path, monkeypatch):
-    (tmp_path / "unscored.py").write_text(MAKE)
-    monkeypatch.chdir(tmp_path)
-    message = command(train, monkeypatch, "--task", "unscored.py")
-    assert "unscored.py: there is no function score" in message and "\n" not in message

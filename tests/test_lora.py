@@ -13,8 +13,6 @@ import train
 from model import Qwen3
 from runtime import checkpoint, device
 from runtime.hf import ADAPTED
-from runtime.run import Run
-from sampler import Sampler
 
 RANKS = [1, 16]
 
@@ -54,16 +52,6 @@ def test_fresh_adapters_are_on_every_linear_layer_and_change_nothing(rank):
     assert not trained  # nothing else has a gradient
 
 
-def test_A_is_uniform_with_the_bound_of_its_inputs():
-    def first(seed=0):
-        model = build(hidden_size=200).add_lora(64, 32.0, seed)
-        return model.model["layers"][0].self_attn.q_proj.lora_A
-
-    A = first() * 200 ** 0.5
-    assert abs(A.mean()) < 0.02 and abs(A.square().mean() - 1 / 3) < 0.01  # as U(-1, 1) has
-    assert torch.equal(first(), first()) and not torch.equal(first(), first(1))
-
-
 @pytest.mark.parametrize("rank", RANKS)
 def test_adapters_add_alpha_over_rank_times_B_A(rank):
     model, plain = adapted(rank, alpha=8.0), build()
@@ -84,16 +72,12 @@ def test_without_adapters_it_is_the_model_that_it_was():
     with model.adapters_off():
         assert torch.equal(logits(model), logits(base))
     assert torch.equal(logits(model), changed)
-    with pytest.raises(KeyError), model.adapters_off():
-        raise KeyError
-    assert torch.equal(logits(model), changed)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_the_merged_weights(recompute):
+def test_gradients_are_those_of_the_merged_weights():
     """dL/dB = scale dL/dW A^T and dL/dA = scale B^T dL/dW; only adapters get one."""
     model = adapted(rank=3)
-    model.recompute = recompute
+    model.recompute = True
     plain = model.merged_copy().requires_grad_(True)
     ids = some_ids(model)
     for each in (model, plain):
@@ -107,35 +91,12 @@ def test_gradients_are_those_of_the_merged_weights(recompute):
     assert all(weight.grad is None for weight in model.weights().values())
 
 
-def test_adapters_that_are_made_before_the_weights_end_on_their_device(tmp_path):
-    """Here meta stands for a GPU."""
+def test_adapters_may_be_made_before_the_weights_are_there(tmp_path):
     build().save_pretrained(tmp_path)
-    for where in ("cpu", "meta"):
-        model = Qwen3.from_pretrained(tmp_path, device=where,
-                                      prepare=lambda model: model.add_lora(2, 32.0, seed=5))
-        assert {weight.device.type for weight in model.parameters()} == {where}
-        assert all(w.requires_grad for w in model.adapters().values())
-        if where == "cpu":
-            later = Qwen3.from_pretrained(tmp_path).add_lora(2, 32.0, seed=5)
-            for a, b in zip(model.parameters(), later.parameters(), strict=True):
-                assert torch.equal(a, b) and a.requires_grad == b.requires_grad
-
-
-# --- the sampler's copy -------------------------------------------------------------------
-
-def test_a_samplers_copy_has_the_merged_weights_and_shares_no_memory():
-    model = adapted()
-    sampler = Sampler(model, memory=1 << 20, copy=True)
-    assert distance(logits(sampler.model), logits(model)) < 1e-6
-    assert sampler.model.rank == 0 and not sampler.model.adapters()
-    before = {w.data_ptr() for w in sampler.model.parameters()}
-    assert not before & {w.data_ptr() for w in model.parameters()}
-    with torch.no_grad():
-        for _, layer in model.adapted():
-            layer.lora_B += 0.01
-    sampler.load(model)
-    assert distance(logits(sampler.model), logits(model)) < 1e-6
-    assert before == {w.data_ptr() for w in sampler.model.parameters()}  # in place
+    model = Qwen3.from_pretrained(tmp_path, prepare=lambda m: m.add_lora(2, 32.0, seed=5))
+    later = Qwen3.from_pretrained(tmp_path).add_lora(2, 32.0, seed=5)
+    for a, b in zip(model.parameters(), later.parameters(), strict=True):
+        assert torch.equal(a, b) and a.requires_grad == b.requires_grad
 
 
 def test_merging_happens_in_float32():
@@ -150,57 +111,15 @@ def test_merging_happens_in_float32():
         assert ((rounded - exact).abs() <= exact.abs() * 2 ** -7.99).all()
 
 
-def test_a_bfloat16_base_trains_float32_adapters():
-    half, exact = adapted(dtype=torch.bfloat16), adapted()  # the same weights, not rounded
-    ids = some_ids(half)
-    gradients = []
-    for model in (half, exact):
-        model.logprobs(ids, masked(ids))[0].sum().backward()
-        parts = [w.grad for w in model.adapters().values()]
-        assert {part.dtype for part in parts} == {torch.float32}
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    assert {w.dtype for w in half.weights().values()} == {torch.bfloat16}
-    assert distance(*gradients) < 0.1
-
-
 # --- files --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_adapters_are_saved_and_loaded(rank, tmp_path):
-    model = adapted(rank)
-    model.save_adapter(tmp_path, "base")
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "base" and config["peft_type"] == "LORA"
-    assert config["r"] == rank and config["lora_alpha"] == 32.0
-    other = build().add_lora(rank, 32.0, seed=9)
-    other.load_adapter(tmp_path)
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_adapters_of_another_model_rank_or_alpha_are_refused(tmp_path):
+def test_adapters_of_another_shape_are_refused(tmp_path):
     adapted(2).save_adapter(tmp_path, "base")
-    wider = build("wide heads, untied").add_lora(2, 32.0)
-    deeper = build(num_hidden_layers=4).add_lora(2, 32.0)
-    for model, file, words in (
-            (wider, "adapter_model.safetensors", "lora_B.weight has shape"),
-            (deeper, "", "missing base_model.model.model.layers.3.mlp"),
-            (build().add_lora(3, 32.0), "adapter_config.json", "r is 2"),
-            (build().add_lora(2, 8.0), "adapter_config.json", "lora_alpha is 32.0")):
-        with pytest.raises(ValueError) as caught:
-            model.load_adapter(tmp_path)
-        line = str(caught.value)
-        assert str(tmp_path / file) in line and words in line and "\n" not in line
+    with pytest.raises(ValueError, match="lora_A.weight has shape"):
+        build().add_lora(3, 32.0).load_adapter(tmp_path)
 
 
-def test_a_saved_model_has_its_adapters_merged(tmp_path):
-    model = adapted()
-    model.save_pretrained(tmp_path)
-    assert [*weights(tmp_path)] == sorted(model.weights())
-    assert distance(logits(Qwen3.from_pretrained(tmp_path)), logits(model)) < 1e-6
-
-
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("shape", TIED_AND_UNTIED)
+@pytest.mark.parametrize("rank, shape", [*zip(RANKS, TIED_AND_UNTIED)])
 def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -253,60 +172,21 @@ def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
     adapter = finished / "final" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.join(finished, "warmup")
-    last = Path(checkpoint.last_checkpoint(finished))
+    last = Path(checkpoint.checkpoints(finished)[-1])
     assert not (last / "model.safetensors").exists()  # only what changes
     assert all(0 <= gap < 1e-5 for gap in gaps(finished))
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_resumes_to_the_same_adapters(finished, tmp_path, monkeypatch):
-    def interrupt(run, metrics):
-        if metrics.get("phase") == "grpo":
-            raise KeyboardInterrupt
-
-    out = tmp_path / "b"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "log", interrupt)
-        assert "--resume" in command(train, patch, *SHORT, "--out", out, "--lora-rank", 1)
-    state = json.loads(Path(checkpoint.last_checkpoint(out), "state.json").read_text())
-    assert (state["phase"], state["step"]) == ("grpo", 1)
-    for rank in (2, 0):
-        message = command(train, monkeypatch, "--out", out, "--resume", "--lora-rank", rank)
-        assert "run.json: lora_rank is 1" in message
-    assert FLAT in command(train, monkeypatch, "--out", out, "--resume")
-    resumed = weights(out / "final")
-    for name, weight in weights(finished / "final").items():
-        torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("key, stored, fast, want", [
-    ("dtype", "float32", True, "float32"), ("dtype", "bfloat16", True, "bfloat16"),
-    ("torch_dtype", "float16", True, "bfloat16"), ("dtype", "bfloat16", False, "float32")])
+@pytest.mark.parametrize("stored, fast, want", [
+    ("float32", True, "float32"), ("bfloat16", True, "bfloat16"),
+    ("float16", True, "bfloat16"), ("bfloat16", False, "float32")])
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_checkpoint_has_16_bits(
-        key, stored, fast, want, tmp_path, monkeypatch):
-    raw = build().config.to_json(torch.float32)
-    del raw["torch_dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(raw | {key: stored}))
+        stored, fast, want, tmp_path, monkeypatch):
+    raw = build().config.to_json(getattr(torch, stored))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     monkeypatch.setattr(device, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast},
                         raising=False)
     assert device.compute_dtype(str(tmp_path)) == getattr(torch, want)
-    assert device.compute_dtype() == torch.float32
     monkeypatch.setattr(device, "DEVICE", "cuda")
     assert device.compute_dtype(str(tmp_path)) == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_a_bfloat16_checkpoint_is_trained_with_a_bfloat16_base(finished, tmp_path,
-                                                               monkeypatch):
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "rlm.json"):
-        (tmp_path / name).write_bytes((finished / "final" / name).read_bytes())
-    Qwen3.from_pretrained(finished / "final", torch.bfloat16).save_pretrained(tmp_path)
-    out = tmp_path / "out"
-    assert FLAT in command(train, monkeypatch, *SHORT, "--model", tmp_path, "--out", out,
-                   "--steps", 1, "--warmup-steps", 0, "--lora-rank", 2)
-    for part in ("warmup", "final"):
-        assert {w.dtype for w in weights(out / part).values()} == {torch.bfloat16}
-    warm, start = weights(out / "warmup"), weights(tmp_path)
-    assert all(torch.equal(warm[name], start[name]) for name in start)
-    assert all(gap < 0.1 for gap in gaps(out))

@@ -1,38 +1,12 @@
-"""How torch waits, and what runs beside an event loop."""
-import asyncio
+"""How torch's threads wait."""
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from runtime import threads
-
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def test_ctrl_c_in_a_notebook_ends_what_runs():
-    seen = []
-
-    async def work():
-        try:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            raise
-
-    async def notebook():
-        with pytest.raises(KeyboardInterrupt):
-            threads.run(work())
-
-    loop = asyncio.new_event_loop()  # asyncio.run would take the signal
-    loop.run_until_complete(notebook())
-    loop.close()
-    assert seen == ["cancelled"]
 
 
 @pytest.mark.parametrize("program", [

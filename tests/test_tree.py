@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from runtime import metrics
 from tasks import Task
 from tree import Node, Rollout, Turn, printable, read_rollouts, render, write_rollouts
 
@@ -25,7 +24,7 @@ def ragged():
     first = Node((0,), end="budget")
     first.add(Turn("user", "p", (8, 9)))
 
-    second = Node((1,), kind="llm", answer="leaf", end="text", score=0.5, asked=(1, 1))
+    second = Node((1,), kind="llm", answer="leaf", end="text", score=0.5)
     second.add(Turn("user", "p", (8,)))
     second.add(Turn("assistant", "leaf \udc00", (9,), (-0.125,)))
 
@@ -54,17 +53,6 @@ def test_ids_mask_and_logprobs_are_the_turns_joined():
     assert (api.ids, api.mask, api.logprobs, api.sampled) == ([], [], [], 0)
 
 
-def test_walk_is_pre_order_and_depth_is_the_length_of_the_path():
-    nodes = list(ragged().walk())
-    assert [node.path for node in nodes] == [(), (0,), (1,), (2,), (2, 0), (2, 1)]
-    assert [node.depth for node in nodes] == [0, 1, 1, 1, 2, 2]
-
-
-def test_equal_looking_nodes_are_different_nodes():
-    a, b = Node((0,)), Node((0,))
-    assert a != b and len({a, b}) == 2
-
-
 def test_a_ragged_tree_survives_the_file(tmp_path):
     path, again = str(tmp_path / "trees.jsonl"), str(tmp_path / "again.jsonl")
     task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
@@ -84,22 +72,18 @@ def test_a_ragged_tree_survives_the_file(tmp_path):
     assert Path(again).read_bytes() == Path(path).read_bytes()
 
 
-@pytest.mark.parametrize("old", [None, "old"])
-def test_a_file_appears_complete_or_not_at_all(tmp_path, old):
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "trees.jsonl"
-    rollout = Rollout(Task("t", "evidence", "q", {}, {}), "g", Node(), 1.0)
-    if old:
-        path.write_text(old)
+    path.write_text("old")
 
     def breaking():
-        yield rollout
+        yield Rollout({}, "g", Node(), 1.0)
         raise OSError("no space left")
 
     with pytest.raises(OSError):
         write_rollouts(str(path), breaking())
-    assert (path.read_text() if path.exists() else None) == old
-
-    write_rollouts(str(path), [rollout])
+    assert path.read_text() == "old"
+    write_rollouts(str(path), [Rollout({}, "g", Node(), 1.0)])
     assert os.listdir(tmp_path) == ["trees.jsonl"]
     assert [r.group for r in read_rollouts(str(path))] == ["g"]
 
@@ -113,13 +97,7 @@ def changed(**root):
 
 
 @pytest.mark.parametrize("bad", [
-    b"", b"{", b"[]", b"7", b"null", b"\xff\xfe", b"[" * 100_000,
-    json.dumps({name: GOOD[name] for name in GOOD if name != "root"}).encode(),
-    json.dumps({**GOOD, "root": None}).encode(),
-    json.dumps({**GOOD, "reward": float("nan")}).encode(),
-    json.dumps({**GOOD, "reward": "1"}).encode(),
-    changed(surprise=1), changed(turns=[3]), changed(children=[{}]),
-], ids=lambda bad: bad[:60].decode("latin-1"))
+    b"{", b"7", b"\xff\xfe", b'{"group": "g"}', changed(turns=[3]), changed(children=[{}])])
 def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + bad + b"\n")
@@ -143,30 +121,13 @@ def test_what_a_model_wrote_cannot_drive_the_terminal():
     assert printable("é\tß\n日本 👩") == "é\tß\n日本 👩"
 
 
-def test_turns_are_those_that_the_policy_wrote_wherever_they_are_counted():
-    said = Turn("assistant", "a", (1,), (0.0,))
-    root = Node(turns=[Turn("system", ""), Turn("user", "?"), said])
-    child = Node(path=(0,), turns=[*root.turns, Turn("user", "!"), Turn("assistant", "b")])
-    root.children.append(child)
-    assert (root.written, child.written) == (1, 2)
-    text = render(root)
-    assert "root  (1 turn, 1 sampled" in text and "rlm 0  (2 turns, 1 sampled" in text
-    assert metrics.describe([Rollout({}, "g", root, 1.0)], [0.0])["turns"] == 3
-
-
 def test_render_shows_every_node_indented_and_cuts_what_is_long():
     root = ragged()
     long = "\n".join(f"line {i} " + "x" * 50 for i in range(40))
     root.turns[1] = Turn("user", long, (1,))
     shown = render(root, width=20, max_lines=5)
-    lines = shown.splitlines()
-
-    heads = [line.split("  (")[0] for line in lines if "┌" in line]
+    heads = [line.split("  (")[0] for line in shown.splitlines() if "┌" in line]
     assert heads == ["┌ root", "│  ┌ rlm 0", "│  ┌ llm 1", "│  ┌ rlm 2",
                      "│  │  ┌ rlm 2.0", "│  │  ┌ rlm 2.1"]
     assert "… 35 more lines" in shown
     assert "line 4 " in shown and "line 5 " not in shown
-    assert "be brief" not in shown  # the system prompt is the same everywhere
-
-    widest = len("│  " * 2 + "│ » " + " …") + 20
-    assert all(len(line) <= widest for line in lines if "sampled" not in line)

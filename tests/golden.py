@@ -1,4 +1,4 @@
-"""Makes the golden files in tests/golden with transformers: `python -m lab.golden`.
+"""The golden files in tests/golden, and how `make` made them with transformers.
 
 Each holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy
 tokens with the gap between the two best logits at each, and the config as metadata. The
@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from runtime import console
-
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden"
+FOLDER = Path(__file__).resolve().parent / "golden"
 GREEDY, PROMPT = 64, 8  # tokens
 
 
@@ -94,7 +92,7 @@ def greedy(logits_of, ids: list[int]) -> tuple[list[int], list[float]]:
 
 
 @torch.no_grad()
-def main() -> None:
+def make() -> None:
     for name, c in CONFIGS.items():
         ids, model = some_ids(c), reference(c)
         tokens, leads = greedy(lambda x: model(x).logits, ids[0, :PROMPT].tolist())
@@ -108,7 +106,3 @@ def main() -> None:
         save_file(tensors, FOLDER / f"{name}.safetensors",
                   metadata={"config": json.dumps(c)})
         print(name, "distinct greedy tokens", len(set(tokens)), "smallest lead", min(leads))
-
-
-if __name__ == "__main__":
-    console.start(main)

@@ -1,0 +1,115 @@
+"""Rows in packs that a forward pass computes together, a rank as much as another. What rows
+begin with in common is computed once. A row is any object with `ids`, its tokens."""
+import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+WORTH_SHARING = 0.02  # of a row: less is not worth a gather of its keys and values
+
+
+def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
+    """(order, shared): the rows' indices, so that rows that begin alike are neighbours, and
+    how many first tokens each shares with its neighbour before, or 0 if they are few.
+
+    The order is that of the tokens themselves, in which no other row before shares more.
+    So the sum of `len(row) - shared` counts each distinct prefix once, but for those."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    arrays = [np.asarray(rows[i]) for i in order]
+    shared = [common(before, row) for before, row in pairwise(arrays)]
+    shared = [n if n >= WORTH_SHARING * len(row) else 0
+              for n, row in zip(shared, arrays[1:])]
+    return order, [0, *shared][:len(rows)]
+
+
+def common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first tokens are the same."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that begin alike, and are computed together."""
+    rows: list
+    size: float  # in tokens: what they take in memory
+    cost: float  # what they take in time
+
+
+def families(rows: list, limit: float, attention_cost: float,
+             seen_cost: float) -> list[Family]:
+    """The rows in families of at most this size, or of one row. Rows that have too little
+    in common are left apart, because small families are easier to pack."""
+    order, shared = by_prefix([row.ids for row in rows])
+    rows = [rows[i] for i in order]
+    lengths = [len(row.ids) for row in rows]
+    tokens, saved = [0, *accumulate(lengths)], [0, *accumulate(shared)]
+
+    def size(low: int, high: int) -> float:
+        seen, equal = tokens[high] - tokens[low], saved[high] - saved[low + 1]
+        return seen - equal + (seen_cost * seen if equal else 0)
+
+    def family(low: int, high: int) -> Family:
+        equal = [0, *shared[low + 1:high]]
+        cost = sum((length - n) * (1 + attention_cost * length)
+                   for length, n in zip(lengths[low:high], equal))
+        return Family(rows[low:high], size(low, high), cost)
+
+    result, parts = [], [(0, len(rows))] if rows else []
+    while parts:
+        low, high = parts.pop()
+        if high - low == 1:
+            result.append(family(low, high))
+            continue
+        # Cut where neighbours have least in common, then join pieces up to the limit.
+        least = min(shared[low + 1:high])
+        cuts = [i for i in range(low + 1, high) if shared[i] == least]
+        pieces = dict.fromkeys(pairwise([low, *cuts, high]))
+        worth = least >= WORTH_SHARING * min(limit, size(low, high))
+        joined = []
+        for begin, end in pieces:
+            if joined and worth and size(joined[-1][0], end) <= limit:
+                begin, _ = joined.pop()
+            joined.append((begin, end))
+        result += [family(*part) for part in joined if part not in pieces]
+        parts += [part for part in joined if part in pieces]  # perhaps cut again
+    return result
+
+
+def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
+                  seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
+    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. If
+    rows share, each token that they see counts as seen_cost more.
+
+    A longer row is a pack of its own. Every rank gets the same number of packs, some empty
+    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T in time. All
+    ranks always work on packs of similar cost, so that none waits long for another."""
+    def size(pack: list[Family]) -> float:
+        return sum(family.size for family in pack)
+
+    def cost(pack: list[Family]) -> float:
+        return sum(family.cost for family in pack)
+
+    def number(units: list[Family]) -> int:
+        """The least number of packs. Two larger than half a pack cannot share one."""
+        large = sum(2 * family.size > max_tokens for family in units)
+        needed = max(math.ceil(size(units) / max_tokens), large)
+        return math.ceil(needed / ranks) * ranks
+
+    units = families(rows, max_tokens, attention_cost, seen_cost)
+    if ranks > 1 and rows:  # so small that no rank is left without
+        limit = min(max_tokens, size(units) / number(units))
+        units = families(rows, limit, attention_cost, seen_cost)
+    packs = [[] for _ in range(min(number(units), len(units)))]
+    for family in sorted(units, key=lambda family: family.size, reverse=True):
+        with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
+        if not with_room:
+            packs.append([])
+            with_room = packs[-1:]
+        min(with_room, key=cost).append(family)
+
+    packs.sort(key=cost, reverse=True)
+    packs += [[] for _ in range(-len(packs) % ranks)]
+    return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
