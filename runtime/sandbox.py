@@ -224,7 +224,10 @@ def show(jail: str, paths: set[str]) -> None:
                 os.symlink(os.readlink(path), jail + path)
         elif os.path.isdir(path) and not os.path.isdir(jail + path):
             os.makedirs(jail + path)
-            mount(path, jail + path, "", BIND | REC)
+            if os.stat(path).st_mode & 0o005 == 0o005:
+                mount(path, jail + path, "", BIND | REC)
+            else:  # a virtual environment made by mktemp -d: only its owner may enter
+                show(jail, {entry.path for entry in os.scandir(path)})
 
 
 def choose(sandbox: str, base: str) -> tuple[Sandbox, str]:
