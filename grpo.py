@@ -34,7 +34,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 
 import torch
@@ -78,6 +78,28 @@ class GRPOConfig:
             raise ValueError("credit root trains no children: children sum has no effect")
         if self.length == "batch" and self.children == "sum":
             raise ValueError("length batch weights all tokens alike, whoever sampled them")
+
+
+SWITCHES = ("credit", "children", "length", "std")  # those that an objective may ignore
+
+
+def reads(*switches: str) -> Callable:
+    """A decorator: the switches that an objective reads, some of SWITCHES. It sets
+    `objective.reads`. An objective without it reads none."""
+    def named(objective: Callable) -> Callable:
+        objective.reads = switches
+        return objective
+    return named
+
+
+def check_switches(objective: Callable, config: GRPOConfig) -> None:
+    """Raises ValueError for a switch that was changed, though the objective ignores it."""
+    for f in fields(config):
+        ignored = f.name in SWITCHES and f.name not in getattr(objective, "reads", ())
+        value = getattr(config, f.name)
+        if ignored and value != f.default:
+            raise ValueError(f"the objective {config.objective} does not read {f.name}: "
+                             f"leave it {f.default}, not {value}")
 
 
 def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
@@ -127,6 +149,7 @@ class Credit:
     weight: float  # of each of the node's tokens; make_rows multiplies it by c
 
 
+@reads("credit", "children", "length", "std")
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """The objective "grpo": every node inherits the advantage of its root."""
     return inherit(rollouts, advantages(rollouts, config), config)
@@ -141,7 +164,7 @@ def inherit(rollouts: list[Rollout], per_tree: list[float], config: GRPOConfig) 
         for node, weight in node_weights(rollout.root, config).items():
             is_root = node is rollout.root
             if config.credit == "inherit" or is_root == (config.credit == "root"):
-                turns = sum(turn.logprobs is not None for turn in node.turns)
+                turns = sum(turn.sampled for turn in node.turns)
                 result[node] = Credit([advantage] * turns, weight)
     return result
 
@@ -190,7 +213,7 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     rows = []
     for node in nodes:
         given = credits[node]
-        turns = [turn for turn in node.turns if turn.logprobs is not None]
+        turns = [turn for turn in node.turns if turn.sampled]
         if len(given.advantages) != len(turns):
             raise ValueError(f"node {node.path}: not one advantage per sampled turn")
         if node.sampled and (any(given.advantages) or config.kl):

@@ -185,7 +185,8 @@ class Trainer:
             self.objective = handed_in.load(config.objective, "credit")
         elif config.objective != "grpo":
             self.objective = objective_of_ours(config.objective)
-            self.objective([], config)  # it refuses switches that it would ignore
+            self.objective([], config)  # dpo refuses switches of the loss
+        grpo.check_switches(self.objective, config)
         self.questions, self.heldout, self.longer = read_questions(config)
         start = run.find_start() if world.rank == 0 else None
         if start and not start.weights:

@@ -58,6 +58,11 @@ class Turn:
     # None: the policy did not sample this turn. (): it did, but an API told no numbers.
     logprobs: tuple[float, ...] | None = None
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy sampled this turn."""
+        return self.logprobs is not None
+
 
 @dataclass(eq=False)  # compared by identity: two nodes that look the same are two nodes
 class Node:
@@ -100,7 +105,7 @@ class Node:
     @property
     def mask(self) -> list[int]:
         """1 for each token that the policy sampled, otherwise 0; as long as `ids`."""
-        return [int(turn.logprobs is not None) for turn in self.turns for _ in turn.ids]
+        return [int(turn.sampled) for turn in self.turns for _ in turn.ids]
 
     @property
     def logprobs(self) -> list[float]:

@@ -2,9 +2,10 @@
 
 An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
-grpo.py's. Each docstring names the switches of GRPOConfig that the objective reads, and
-ValueError refuses values that it would ignore. The switches of the loss (--updates, --kl)
-go with all of them but dpo. Your own objective can be a function like these, in any file.
+grpo.py's. `reads` names the switches that an objective reads; the others are refused. The
+switches of the loss (--updates, --kl) go with all of them but dpo. Your own objective can
+be a function like these, in any file.
+
 Left out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
 import math
@@ -13,7 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit,
-                  inherit, relative, scored_groups)
+                  inherit, reads, relative, scored_groups)
 from tree import Node, Rollout
 
 NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own", "process")
@@ -23,39 +24,37 @@ BETA = 0.1  # of `dpo`, its paper's default
 PROCESS = 0.2  # the advantage of a turn without an error in `process`
 
 
+@reads("credit", "children", "length")
 def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """The baseline of a tree is the mean reward of the OTHER trees of its group.
 
     RLOO (2402.14740): A_g = r_g - sum_{h != g} r_h / (G - 1). Up to the factor G / (G - 1)
-    it is Dr. GRPO's (2503.20783). Reads credit, children, length; refuses std off, as
-    nothing is divided by the deviation."""
-    _require(config, std=("on",))
+    it is Dr. GRPO's (2503.20783)."""
     return inherit(rollouts, advantages(rollouts, config, _left_out), config)
 
 
+@reads("credit", "children", "length")
 def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Divided by the mean reward of the group, not by the deviation.
 
     MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). Where rewards are 0 or 1 its mean
     over many trees is the gradient of log E[r], that of maximum likelihood: a question that
-    is seldom solved counts more. A group whose mean is not above 0 has no advantage. Reads
-    credit, children, length; refuses std off."""
+    is seldom solved counts more. A group whose mean is not above 0 has no advantage."""
     def over_mean(rewards):
         mean = statistics.fmean(rewards)
         return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
 
-    _require(config, std=("on",))
     return inherit(rollouts, advantages(rollouts, config, over_mean), config)
 
 
+@reads("credit", "length", "std")
 def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Every node of a tree weighs the same: 1/N, N being its nodes, the root included.
 
     WideSeek-R1 (2602.04634): all nodes and tokens of a tree have its advantage, and
         J(y_g) = (1/N) * sum over the nodes x of y_g of J_node(x)
     It takes the mean over the tokens of a node: --length sequence. N are here the nodes
-    that are trained. Reads credit, length, std; refuses children sum and length batch."""
-    _require(config, children=("mean",), length=("constant", "sequence"))
+    that are trained."""
     result = credit(rollouts, config)
     for rollout in rollouts:
         nodes = [node for node in rollout.root.walk() if node in result]
@@ -64,6 +63,7 @@ def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]
     return result
 
 
+@reads("credit", "children", "length")
 def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Every node is judged by its own score, and by how well its children did.
 
@@ -74,9 +74,7 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     for N trained nodes in the batch, at D depths, N_d of them at the depth d of x. Where a
     node has no s, the paper has no A(x): here it inherits that of its root, and it is left
     out of its parent's mean (0, if nothing is left). A tree alone in its group has no
-    baseline, so its nodes have 0. Children sum drops the depth weights: all are 1. Reads
-    credit, children, length; refuses std off, as nothing is divided by the deviation."""
-    _require(config, std=("on",))
+    baseline, so its nodes have 0. Children sum drops the depth weights: all are 1."""
     returns = {}
     for rollout in rollouts:
         for node in rollout.root.walk():
@@ -106,16 +104,17 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return result
 
 
+@reads("credit", "children", "length")
 def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling: supervised learning on the trees that scored at least KEEP.
 
     ReST (2308.08998), RFT (2308.01825): the advantage is 1 for these trees, 0 for all
-    others. There is no baseline. Reads credit, children, length; refuses std off."""
-    _require(config, std=("on",))
+    others. There is no baseline."""
     kept = [float(rollout.reward >= KEEP) for rollout in rollouts]
     return inherit(rollouts, kept, config)
 
 
+@reads("credit", "children")
 def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Online DPO (2305.18290) on the best and the worst tree of each group.
 
@@ -125,9 +124,9 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     Here pi_ref is the policy that sampled the pair. At its update m = 0, so dL/dm is
     -beta sigmoid(0) = -beta / 2: the policy gradient with the advantages beta / 2 and
     -beta / 2. A second update or a KL term would need another loss. The loss of a batch is
-    the mean over its pairs; a group with equal rewards has none. Reads credit, children;
-    refuses other values of std, length, updates, kl."""
-    _require(config, std=("on",), length=("constant",), updates=(1,), kl=(0.0,))
+    the mean over its pairs; a group with equal rewards has none."""
+    if config.updates > 1 or config.kl:
+        raise ValueError("the objective dpo takes updates 1 and kl 0")
     per_tree, pairs = [0.0] * len(rollouts), 0
     relative_rewards = advantages(rollouts, config)
     for members in scored_groups(rollouts).values():
@@ -144,13 +143,12 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
             for node, given in inherit(rollouts, per_tree, config).items()}
 
 
+@reads("credit", "children", "length", "std")
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one.
 
     Its advantage is relative to all trained nodes of the group that have a score, in
-    whatever tree they are; nodes without one inherit. Reads credit, children, length, std;
-    refuses credit root."""
-    _require(config, credit=("inherit", "children"))
+    whatever tree they are; nodes without one inherit."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         scored = [node for i in members for node in rollouts[i].root.walk()
@@ -162,13 +160,14 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return result
 
 
+@reads("credit", "children", "length", "std")
 def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """An advantage of its own for each turn: whether its block ran without an error.
 
     After Agent-R1 (2511.14460). With v_t = 1 for a turn that has a block without an error
     and 0 for others, A_t = A + PROCESS * (v_t - mean of v over the group's trained
     turns). What is added is at most |A| / 2, so that it never outweighs the answer; where
-    A is 0 all of it counts. Reads credit, children, length, std."""
+    A is 0 all of it counts."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         valid = {node: [float(turn not in node.errors)
@@ -190,11 +189,3 @@ def _left_out(rewards: list[float]) -> list[float]:
     """Each reward minus the mean of the others; 0 for one alone."""
     return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
 
-
-def _require(config: GRPOConfig, **allowed: tuple) -> None:
-    """Raises ValueError for a switch with a value that the objective would ignore."""
-    for name, values in allowed.items():
-        value = getattr(config, name)
-        if value not in values:
-            raise ValueError(f"objective {config.objective} takes {name} "
-                             f"{' or '.join(map(str, values))}, not {value}")

@@ -7,6 +7,7 @@ import pytest
 from conftest import command
 
 import train
+from grpo import check_switches
 from lab import ablation, objectives
 from runtime.flags import parse
 
@@ -67,7 +68,7 @@ def test_every_configuration_is_one_that_train_takes(name, asked, tmp_path, monk
         monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
         config = parse("", train.Config, train.GROUPS)
         if config.objective != "grpo":
-            getattr(objectives, config.objective)([], config)
+            check_switches(getattr(objectives, config.objective), config)
 
 
 def test_a_run_that_fails_is_named(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_grpo import node, plain, rollout
 
-from grpo import GRPOConfig, collate, make_rows, node_weights, policy_loss
+from grpo import GRPOConfig, check_switches, collate, make_rows, node_weights, policy_loss
 from lab import bias, objectives
 from runtime.packing import micro_batches
 
@@ -129,12 +129,20 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
     assert textbook.grad.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("switches", [
-    dict(objective="filter", std="off"), dict(objective="dpo", updates=2),
-    dict(objective="dpo", length="sequence"), dict(objective="own", credit="root"),
-    dict(objective="node_mean", children="sum"), dict(objective="rao", std="off")])
-def test_a_switch_that_an_objective_would_ignore_is_refused(switches):
-    name = list(switches)[1]
-    objective = getattr(objectives, switches["objective"])
-    with pytest.raises(ValueError, match=f"objective {switches['objective']} takes {name}"):
-        objective([], GRPOConfig(**switches))
+@pytest.mark.parametrize("name, switch", [
+    ("filter", {"std": "off"}), ("rao", {"std": "off"}), ("dpo", {"length": "sequence"}),
+    ("node_mean", {"children": "sum"})])
+def test_a_switch_that_an_objective_does_not_read_is_refused(name, switch):
+    config = GRPOConfig(objective=name, **switch)
+    with pytest.raises(ValueError, match=f"{name} does not read {[*switch][0]}"):
+        check_switches(getattr(objectives, name), config)
+
+    config = GRPOConfig(objective="mine.py", **switch)
+    with pytest.raises(ValueError, match=f"mine.py does not read {[*switch][0]}"):
+        check_switches(lambda rollouts, config: {}, config)
+
+
+def test_the_gradient_of_dpo_holds_for_one_update_without_a_kl_term():
+    for switch in ({"updates": 2}, {"kl": 0.1}):
+        with pytest.raises(ValueError, match="takes updates 1 and kl 0"):
+            objectives.dpo([], GRPOConfig(objective="dpo", **switch))

@@ -221,7 +221,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 
     tokenizer = trainer.tokenizer
     for node in trainer.teacher[0].root.walk():
-        sampled = [t.ids for t in node.turns if t.logprobs is not None]
+        sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [(*tokenizer.encode(t), tokenizer.end_of_turn) for t in texts]
         # What is not sampled is what a rollout would have shown.
