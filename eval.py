@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import random
 import sys
 import time
 from collections import Counter
@@ -43,6 +42,7 @@ from runtime.files import write_text
 from runtime.repl_server import trees_at_once
 from sampler import SamplerError
 from tasks import Task
+from tasks.questions import heldout_tasks
 from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, from_row, write_rollouts
 
@@ -50,32 +50,6 @@ from tree import Completion, Node, Rollout, from_row, write_rollouts
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
 FEW = 20  # scores; see `interval`
-LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
-
-
-# ------------------------------------------------------------------------------------------
-# Questions
-
-def heldout_tasks(n: int, task: str = "notes", seed: int = 0, times: int = 1,
-                  length: int | None = None, heldout: bool = True) -> list[Task]:
-    """n generated questions that training never saw (or, without `heldout`, may see), of
-    this length, or about `times` as long as usual.
-
-    `task` is the name of a kind, or the path of somebody's own. Raises ValueError for a
-    length that the kind cannot have."""
-    questions = []
-    kind = tasks.load(task)
-    of_length = f" {tasks.name_of(kind)} {length}" if length else ""
-    for i in range(n):
-        side = "heldout" if heldout else "teacher"
-        rng = random.Random(f"{side} {seed}{of_length} {i}")
-        tokens = length
-        if times > 1:
-            # A kind without TOKENS has one length: tasks.make refuses to make another.
-            usual = getattr(kind, "TOKENS", 0)
-            tokens = round(times * usual * rng.uniform(*LONGER))
-        questions.append(tasks.make(task, rng, tokens, heldout))
-    return questions
 
 
 def length_of(task: Task) -> int:

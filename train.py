@@ -48,6 +48,7 @@ from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, flags_of_run, resuming
 from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
+from tasks.questions import Questions
 from tokenizer import Tokenizer
 from tree import Node, Rollout, Unscored, read_rollouts, render
 
@@ -187,7 +188,12 @@ class Trainer:
             self.objective = objective_of_ours(config.objective)
             self.objective([], config)  # dpo refuses switches of the loss
         grpo.check_switches(self.objective, config)
-        self.questions, self.heldout, self.longer = read_questions(config)
+        kind = tasks.load(config.task)
+        scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
+        if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
+            raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
+                             "--warmup FILE or --warmup-steps 0")
+        self.questions = Questions(config.task, config.data, config.seed, config.heldout)
         start = run.find_start() if world.rank == 0 else None
         if start and not start.weights:
             tiny = make_tiny(run.path("init"), config, self.questions)
@@ -286,13 +292,13 @@ class Trainer:
             self.end_warm_up()
         self.make_sampler()
         if "heldout_warmup" not in run.state["results"]:
-            self.evaluate("heldout_warmup", self.heldout)
+            self.evaluate("heldout_warmup", self.questions.heldout)
         self.reinforce()
         run.save_checkpoint()
         run.save_model("final")
 
-        self.evaluate("heldout_final", self.heldout)
-        for name, questions in self.longer.items():
+        self.evaluate("heldout_final", self.questions.heldout)
+        for name, questions in self.questions.longer.items():
             self.evaluate(name, questions)
 
     # --- the warm-up ----------------------------------------------------------------------
@@ -304,7 +310,7 @@ class Trainer:
             return
         trees = self.teacher
         if trees is None:
-            asked = [tasks.playable(self.question("warmup", i),
+            asked = [tasks.playable(self.questions.draw("warmup", i),
                                     random.Random(f"{config.seed} warmup {i}"))
                      for i in range(config.warmup_trees)]
             trees = demonstrations(asked, self.tokenizer, self.rlm, config.seed)
@@ -380,8 +386,8 @@ class Trainer:
 
             # Sample with the weights as they are now, and score the roots.
             self.sampler.load(model)
-            first = step * config.questions
-            asked = [self.question("grpo", first + i) for i in range(config.questions)]
+            numbers = range(step * config.questions, (step + 1) * config.questions)
+            asked = [self.questions.draw("grpo", i) for i in numbers]
             collect = getattr(self.objective, "collect", rlm.collect)
             self.trees = rollouts = self.collect(
                 asked, (config.seed, step), "trees", config.group, collect)
@@ -423,7 +429,7 @@ class Trainer:
                 "repl_s": max(0.0, sampled - begin - seconds),
                 "update_s": time.monotonic() - sampled})
             if config.eval_every and run.state["step"] % config.eval_every == 0:
-                self.evaluate("heldout_now", self.heldout)
+                self.evaluate("heldout_now", self.questions.heldout)
             if time.monotonic() - self.reported > REPORT_SECONDS:
                 self.report()
             run.maybe_save(config.save_every)
@@ -505,16 +511,6 @@ class Trainer:
 
     # --- questions, scores, and what people see -------------------------------------------
 
-    def question(self, phase: str, i: int) -> tasks.Task:
-        """The i-th question of a phase: generated, or of the data, shuffled per epoch."""
-        config = self.config
-        if self.questions is None:
-            return tasks.make(config.task, random.Random(f"{config.seed} {phase} {i}"))
-        epoch, at = divmod(i, len(self.questions))
-        order = list(range(len(self.questions)))
-        random.Random(f"{config.seed} {phase} {epoch}").shuffle(order)
-        return self.questions[order[at]]
-
     def evaluate(self, name: str, questions: list[tasks.Task]) -> None:
         """One tree per held-out question; the scores are kept as results[name]."""
         self.sampler.load(self.model)
@@ -592,28 +588,6 @@ def objective_of_ours(name: str) -> Callable:
     return getattr(objectives, name)
 
 
-def read_questions(config: Config) -> tuple[list | None, list, dict]:
-    """The questions to train on (None: they are generated), those held out, and longer ones
-    under the names of their scores, if the task has lengths."""
-    kind = tasks.load(config.task)
-    scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
-    if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
-        raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
-                         "--warmup FILE or --warmup-steps 0")
-    if config.data:
-        questions = tasks.read(config.data, config.task)
-        return *tasks.split(questions), {}
-    heldout = evaluation.heldout_tasks(config.heldout, config.task)
-    longer = {}
-    if hasattr(kind, "TOKENS"):
-        most = getattr(kind, "MOST", math.inf)
-        for times in (4, 16):
-            if times * evaluation.LONGER[1] * kind.TOKENS <= most:
-                longer[f"heldout_{times}x"] = evaluation.heldout_tasks(
-                    config.heldout, config.task, times=times)
-    return None, heldout, longer
-
-
 def tiny_rlm(config: Config) -> RLMConfig:
     """How the trees of the tiny model may grow, for this task."""
     changes = dict(getattr(tasks.load(config.task), "TINY", {}))
@@ -621,15 +595,15 @@ def tiny_rlm(config: Config) -> RLMConfig:
     return replace(TINY_RLM, **changes, limits=limits)
 
 
-def make_tiny(path: str, config: Config, questions: list[tasks.Task] | None) -> str:
+def make_tiny(path: str, config: Config, questions: Questions) -> str:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
-    if questions is None:
-        questions = [tasks.make(config.task, rng) for rng in draws]
+    if questions.rows:
+        asked = [tasks.playable(*each) for each in zip(questions.rows, draws)]
     else:
-        questions = [tasks.playable(*each) for each in zip(questions, draws)]
-    trees = demonstrations(questions, None, tiny_rlm(config), "tokenizer")
+        asked = [tasks.make(config.task, rng) for rng in draws]
+    trees = demonstrations(asked, None, tiny_rlm(config), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)

@@ -28,6 +28,7 @@ from runtime.flags import parse
 from runtime.parallel import World
 from runtime.run import Run
 from runtime.stop import Stop, Stopped
+from tasks.questions import Questions
 from tokenizer import Tokenizer
 from tree import Rollout
 
@@ -186,8 +187,7 @@ def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, mo
 
 def test_lengths_that_a_kind_cannot_have_are_left_out():
     def longer(task):
-        config = train.Config(task=task, heldout=9, warmup="trees.jsonl")
-        return list(train.read_questions(config)[2])
+        return list(Questions(task, heldout=9).longer)
 
     assert longer("notes") == ["heldout_4x", "heldout_16x"]
     assert longer("pairs") == ["heldout_4x"] and longer("deep") == []
