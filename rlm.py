@@ -121,7 +121,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     Returns the rollouts in order. A tree's key ends with its place in the list, or with its
     number in `numbers`, where this process has only a share of the trees. `groups` names
     those that are compared with each other; without it they are the questions' ids.
-    `score(task, answer) -> float` may be async. `on_done` sees each rollout as it ends.
+    `score` is described at `scored`. `on_done` sees each rollout as it ends.
 
     Trees that the machine lost come back with `failed` set. If all are lost, REPLError says
     why. What a handed-in file or a score raises ends all at once."""
@@ -161,15 +161,21 @@ async def grown(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
     else:
         return Rollout(task, group, Node(end="failed"), 0.0, failed)
     try:
-        return Rollout(task, group, root, await scored(score, task, root.answer))
+        return Rollout(task, group, root, await scored(score, task, root))
     except Unscored as error:
         return Rollout(task, group, root, 0.0, repr(error))
 
 
-async def scored(score: Callable, task: Task, answer: Any) -> float:
-    """What score(task, answer) returns, whether it is async or not. Raises ValueError if it
-    is not finite."""
-    reward = score(task, answer)
+async def scored(score: Callable, task: Task, root: Node) -> float:
+    """The reward of a tree: score(task, answer), or score(task, answer, root) if it takes
+    three parameters; plain or async. Where `score` replaces that of the task, the task's
+    own comes first and is kept as root.score. Raises ValueError if a reward is not finite.
+    """
+    own = getattr(tasks.of(task), "score", None)
+    if own and score is not tasks.reward:
+        root.score = await scored(tasks.reward, task, root)
+    given = (task, root.answer, root)[:len(inspect.signature(score).parameters)]
+    reward = score(*given)
     if inspect.isawaitable(reward):
         reward = await reward
     if not math.isfinite(reward):

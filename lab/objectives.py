@@ -147,12 +147,12 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one.
 
-    Its advantage is relative to all trained nodes of the group that have a score, in
+    Its advantage is relative to all trained children of the group that have a score, in
     whatever tree they are; nodes without one inherit."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         scored = [node for i in members for node in rollouts[i].root.walk()
-                  if node in result and node.score is not None]
+                  if node in result and node.depth and node.score is not None]
         own_advantages = relative([n.score for n in scored], config) if scored else []
         for node, advantage in zip(scored, own_advantages):
             turns = len(result[node].advantages)

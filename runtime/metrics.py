@@ -16,7 +16,7 @@ def describe(rollouts: list[Rollout]) -> dict:
     flat = [max(rewards) - min(rewards) < 1e-9 for rewards in groups.values()]
     nodes = [node for rollout in scored for node in rollout.root.walk()]
     n = len(scored)
-    return {
+    row = {
         "reward": sum(rollout.reward for rollout in scored) / n,
         "flat": sum(flat) / len(groups),  # share of the groups that carry no gradient
         "failed": len(rollouts) - n,
@@ -26,6 +26,10 @@ def describe(rollouts: list[Rollout]) -> dict:
         "errors": sum(len(node.errors) for node in nodes) / n,
         "ends": dict(Counter(rollout.root.end for rollout in scored).most_common()),
     }
+    own = [r.root.score for r in scored if r.root.score is not None]
+    if own:  # --reward replaces the task's own score, and the roots keep the latter
+        row["score"] = sum(own) / len(own)
+    return row
 
 
 def shares(ends: dict[str, int]) -> str:
@@ -37,10 +41,11 @@ def shares(ends: dict[str, int]) -> str:
 def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
     lost = f" | failed {m['failed']}" if m["failed"] else ""
+    own = f" (score {m['score']:.3f})" if "score" in m else ""
     update = "no signal, no step"
     if m["rows"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
-    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f} | {m['nodes']:.1f} "
-            f"nodes, {m['tokens']:.0f} tokens | {shares(m['ends'])}{lost} | flat groups "
-            f"{m['flat']:.0%} | {update} | sample {m['sample_s']:.1f} "
-            f"update {m['update_s']:.1f} s")
+    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
+            f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
+            f"{shares(m['ends'])}{lost} | flat groups {m['flat']:.0%} | {update} | "
+            f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")

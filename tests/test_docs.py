@@ -164,8 +164,10 @@ def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):
 
 def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatch):
     """Both in one run, which starts from a warm-up that other tests use as well."""
-    [reward], [objective] = commands("train", "brief.py"), commands("train", "levels.py")
+    [reward], [objective] = commands("train", "price.py"), commands("train", "levels.py")
     monkeypatch.chdir(elsewhere)
     start = ["--model", short_run / "warmup", "--warmup-steps", 0]
     assert FLAT in command(train, monkeypatch, *reward, *objective, *SHORT, *start)
-    assert (elsewhere / "runs" / "levels" / "result.json").exists()
+    rows = (elsewhere / "runs" / "levels" / "metrics.jsonl").read_text().splitlines()
+    row = next(row for row in map(json.loads, rows) if row["phase"] == "grpo")
+    assert row["score"] - row["reward"] == pytest.approx(row["tokens"] / 10_000)

@@ -18,6 +18,7 @@ def scored_trees():
     children = [child for root in roots for child in root.children]
     for child, score in zip(children, (1.0, 0.0, 0.5, None)):
         child.score = score
+    roots[0].score = 0.3  # the task's own, where a reward replaces it: nobody reads it
     trees = [rollout(reward, root) for reward, root in zip((1.0, 0.0, 0.5), roots)]
     return [*trees, rollout(9.0, failed="lost")]
 

@@ -484,6 +484,17 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         trees(KeyError("a bug"))
 
 
+def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():
+    async def price(task, answer, root):
+        return root.score - 0.25 * len(root.children)
+
+    policy = Script({"*": block("llm_query('x')\nFINAL('gold 0.')")})
+    trees = asyncio.run(collect([evidence(0)], policy, None, RLMConfig(), score=price))
+    assert [(tree.reward, tree.root.score) for tree in trees] == [(0.75, 1.0)]
+    trees = asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
+    assert [(tree.reward, tree.root.score) for tree in trees] == [(1.0, None)]
+
+
 def test_at_most_at_once_trees_run_side_by_side():
     running, most = 0, 0
 
