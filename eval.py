@@ -29,15 +29,13 @@ from pathlib import Path
 import runtime.threads  # before torch: it says how torch's threads wait
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 import rlm
 import tasks
-from model import Qwen3
 from repl import REPLError
 from rlm import RLMConfig
-from runtime import flags, handed_in
+from runtime import flags, handed_in, report
 from runtime.files import write_text
 from runtime.repl_server import trees_at_once
 from sampler import SamplerError
@@ -181,27 +179,6 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
     return rows
 
 
-def gaps(model: Qwen3, rollouts: list[Rollout]) -> dict[Node, list[float]]:
-    """For the first 500 nodes: the log-probabilities of their sampled tokens as the trainer
-    computes them, minus the sampler's."""
-    found = {}
-    nodes = (node for r in rollouts for node in r.root.walk() if node.sampled)
-    for node in itertools.islice(nodes, 500):
-        ids_BT, mask_BT = (torch.tensor([row], device=model.device)
-                           for row in (node.ids, node.mask))
-        with torch.no_grad():
-            exact = model.logprobs(ids_BT, mask_BT)[0].tolist()
-        sampled = [p for p, m in zip(node.logprobs, node.mask) if m]
-        found[node] = [a - b for a, b in zip(exact, sampled)]
-    return found
-
-
-def write_report(path: str, title: str, settings: dict, rows: list[dict], **parts) -> None:
-    """Write a run or an evaluation as one HTML page; lab.report.page tells the `parts`."""
-    from lab import report
-    write_text(path, report.page(title, settings, rows, **parts))
-
-
 # ------------------------------------------------------------------------------------------
 # The command line
 
@@ -264,8 +241,6 @@ def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple[dict, Rollou
 
 def run(args: argparse.Namespace) -> None:
     """Ask every method every question that --out lacks, and write what comes of it."""
-    from lab import report
-
     args.tasks = args.tasks or [tasks.usual(args.data)]
     kinds = [tasks.name_of(tasks.load(spec)) for spec in args.tasks]
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
@@ -319,9 +294,9 @@ def run(args: argparse.Namespace) -> None:
     if args.save:
         write_rollouts(args.save, trees)
     if args.html:
-        found = gaps(asked.sampler.model, trees) if args.model and not args.policy else {}
-        write_report(args.html, "Evaluation", settings, rows, tokenizer=tokenizer,
-                     trees=list(zip(labels, trees)), differences=pairs, gaps=found)
+        page = report.page("Evaluation", settings, rows, list(zip(labels, trees)),
+                           tokenizer, differences=pairs)
+        write_text(args.html, page)
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")
 

@@ -40,9 +40,9 @@ from grpo import GRPOConfig, Row, Stats, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, metrics, packing, parallel, plan
+from runtime import checkpoint, handed_in, metrics, packing, parallel, plan, report
 from runtime.device import DEVICE, TYPES, compute_dtype, give_back_memory
-from runtime.files import readable
+from runtime.files import readable, write_text
 from runtime.flags import flag, parse
 from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, flags_of_run, resuming
@@ -542,12 +542,12 @@ class Trainer:
         config, step = self.config, self.run.state["step"]
         rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
         trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
-        evaluation.write_report(
-            self.run.path("report.html"), "Training run", asdict(config), rows,
-            state=f"Step {step} of {config.steps}", trees=trees,
-            tokenizer=self.tokenizer, metrics=self.run.metrics(),
+        page = report.page(
+            "Training run", asdict(config), rows, state=f"Step {step} of {config.steps}",
+            trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
             advantages={node: statistics.fmean(given.advantages)
                         for node, given in self.credit.items() if given.advantages})
+        write_text(self.run.path("report.html"), page)
         self.reported = time.monotonic()
 
 

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 from conftest import data_of
-from lab import report
+from runtime import report
 from tasks import Task
 from tree import Node, Rollout, Turn
 
@@ -81,7 +81,7 @@ def test_a_page_holds_whole_trees_up_to_its_limit(monkeypatch):
     assert len(data["trees"]) == 1 and data["left_out"] == 4  # one at least
 
 
-def test_sampled_tokens_carry_log_probability_and_gap():
+def test_sampled_tokens_carry_their_log_probability():
     letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     root = Node(end="final")
     root.add(Turn("user", "ab", (97, 98)))
@@ -90,14 +90,13 @@ def test_sampled_tokens_carry_log_probability_and_gap():
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
     rollout = Rollout(Task("t", "evidence", "q", None), "t", root, float("nan"))
     page = report.page("", {}, [], [("x #0", rollout)], letters,
-                       advantages={root: float("nan")},
-                       gaps={root: [0.1, 0.2, float("nan")]})
+                       advantages={root: float("nan")})
     data = data_of(page)
     assert "NaN" not in json.dumps(data)  # which JSON.parse would refuse
     turns = data["trees"][0]["nodes"][0]["turns"]
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
-    assert turns[1]["tokens"] == [["c", -0.5, 0.1], ["d", None, 0.2]]
-    assert turns[3]["tokens"] == [["f", -0.25, None]]
+    assert turns[1]["tokens"] == [["c", -0.5], ["d", None]]
+    assert turns[3]["tokens"] == [["f", -0.25]]
 
 
 def test_a_curve_goes_from_corner_to_corner_and_has_the_held_out_points():
