@@ -242,9 +242,10 @@ def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple[dict, Rollou
 def run(args: argparse.Namespace) -> None:
     """Ask every method every question that --out lacks, and write what comes of it."""
     args.tasks = args.tasks or [tasks.usual(args.data)]
-    kinds = [tasks.name_of(tasks.load(spec)) for spec in args.tasks]
+    loaded = [tasks.load(spec) for spec in args.tasks]
+    kinds = {tasks.name_of(kind): kind for kind in loaded}
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
-    data = args.data and tasks.read(args.data, args.tasks[0])
+    data = args.data and tasks.read(args.data, loaded[0])
     if data and args.split != "all":
         data = tasks.split(data)[args.split == "heldout"]  # as train.py splits it
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
@@ -260,7 +261,7 @@ def run(args: argparse.Namespace) -> None:
 
     async def one(question: tuple[tuple, Task]) -> None:
         name, task = question
-        script = args.policy and tasks.scripted(tasks.of(task).oracle, task, tokenizer)
+        script = args.policy and tasks.scripted(kinds[task.kind].oracle, task, tokenizer)
         record, tree = await ask(name[2], task, script or asked.policy, tokenizer, config,
                                  (args.seed, *name), score)
         tree = replace(tree, task=replace(task, context=None))  # a seed makes it again
@@ -274,7 +275,8 @@ def run(args: argparse.Namespace) -> None:
     cells, rows = {}, []
     for cell in itertools.product(kinds, args.lengths, args.methods):
         questions = data[:args.n] if data else heldout_tasks(
-            args.n, cell[0], args.seed, length=cell[1], heldout=args.split != "train")
+            args.n, kinds[cell[0]], args.seed, length=cell[1],
+            heldout=args.split != "train")
         names = [(*cell, i) for i in range(len(questions))]
         todo = [(name, task) for name, task in zip(names, questions)
                 if name not in answers or answers[name][1].failed]

@@ -603,7 +603,8 @@ def main() -> None:
         parser.error("--api URL and --api-model NAME go together")
     try:
         if args.demo:
-            task = tasks.make("notes", random.Random(f"demo {args.seed}"), heldout=True)
+            rng = random.Random(f"demo {args.seed}")
+            task = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
             task = Task("question", "question", args.question, read_context(args.files))
         if args.api:

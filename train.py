@@ -193,7 +193,7 @@ class Trainer:
         if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
             raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
                              "--warmup FILE or --warmup-steps 0")
-        self.questions = Questions(config.task, config.data, config.seed, config.heldout)
+        self.questions = Questions(kind, config.data, config.seed, config.heldout)
         start = run.find_start() if world.rank == 0 else None
         if start and not start.weights:
             tiny = make_tiny(run.path("init"), config, self.questions)
@@ -602,7 +602,7 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     if questions.rows:
         asked = [tasks.playable(*each) for each in zip(questions.rows, draws)]
     else:
-        asked = [tasks.make(config.task, rng) for rng in draws]
+        asked = [tasks.make(questions.kind, rng) for rng in draws]
     trees = demonstrations(asked, None, tiny_rlm(config), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]

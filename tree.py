@@ -84,7 +84,7 @@ class Node:
     errors: list[int] = field(default_factory=list)
 
     # The score of a child's own answer, if the task has one. Not used in training, unless
-    # the objective asks for it. Of a root: the task's own score, where --reward replaces it.
+    # the objective asks for it. Of a root: the task's own, where --reward replaces it.
     score: float | None = None
 
     counted: int = 0  # sampled tokens of turns without ids, where a server counted them

@@ -26,7 +26,7 @@ and, if it likes, with some of these:
     demonstrate(task, node, rng) -> str         that of a script, good or bad, to learn from
     part_score(task, part, answer) -> float     a child's own score; None where it has none
 
-Somebody's own path/to/my_task.py is used like one of ours. Where a public scoring rule
+A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.
 Standard library only.
 """
@@ -55,27 +55,24 @@ def usual(data: str | None) -> str:
 @dataclass(frozen=True)
 class Task:
     id: str
-    kind: str  # one of NAMES, or a key of _files
+    kind: str  # one of NAMES, or the stem of a user's file
     query: str
     context: Any  # str, list[str] or dict[str, str]; deep has nested lists
     answer: Any = None  # the gold
 
 
-_files: dict[str, ModuleType] = {  # by their stems
-    "question": in_repl}  # what a user asks of own files: there are tools, but no score
+_files: dict[str, ModuleType] = {  # the users' kinds, by the stems of their files
+    "question": in_repl}  # what a user asks about own files: there are tools, but no score
 
 
 def load(spec: str) -> ModuleType:
-    """The kind: one of NAMES, path/to/my_task.py, or the stem of such a file that was
-    loaded before. Raises ValueError for an unknown name, and where two have one name."""
+    """The kind of task: one of NAMES, or path/to/my_task.py. Raises ValueError for an
+    unknown name, and where two kinds have one name."""
     if spec in NAMES:
         return importlib.import_module(f"tasks.{spec}")
-    if spec in _files:
-        return _files[spec]
     if not handed_in.is_path(spec):
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")
-
     kind = handed_in.load_file(spec)
     name = name_of(kind)
     if name in NAMES or _files.setdefault(name, kind) is not kind:
@@ -84,18 +81,18 @@ def load(spec: str) -> ModuleType:
 
 
 def of(task: Task) -> ModuleType:
-    return load(task.kind)
+    """The kind of a question, which was loaded before."""
+    return _files.get(task.kind) or load(task.kind)
 
 
 def name_of(kind: ModuleType) -> str:
     return Path(kind.__file__).stem
 
 
-def make(spec: str, rng: random.Random, tokens: int | None = None,
+def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
          heldout: bool = False) -> Task:
     """A generated question. `rng` decides everything, so a seed names a question. A token
     is four characters of the context. `heldout` asks for what is never in training."""
-    kind = load(spec)
     name = name_of(kind)
     if tokens is not None and not hasattr(kind, "TOKENS"):
         raise ValueError(f"{name} tasks have one size, no number of tokens")
@@ -109,10 +106,10 @@ def reward(task: Task, answer: Any) -> float:
 
 
 def demonstrate(task: Task, node: Node, rng: random.Random, alone: bool = False) -> str:
-    """The next message of a script to learn from, or else of the oracle. An equal rng in
-    every turn lets a node keep its strategy.
+    """The next message of a script to learn from, or of the oracle where there is none. An
+    equal rng in every turn lets a node keep its strategy.
 
-    `alone` asks for a script that calls nobody. Raises ValueError if there is none."""
+    `alone` asks for a script without calls. Raises ValueError if there is none."""
     kind = of(task)
     for _ in range(100):
         if hasattr(kind, "demonstrate"):
@@ -125,8 +122,10 @@ def demonstrate(task: Task, node: Node, rng: random.Random, alone: bool = False)
 
 
 def playable(task: Task, rng: random.Random) -> Task:
-    """A generated task where there is an oracle alone: it plays no questions of files."""
-    return task if hasattr(of(task), "demonstrate") else make(task.kind, rng)
+    """The question, if its kind has demonstrations. An oracle alone plays only generated
+    questions, so for such a kind it is a generated one."""
+    kind = of(task)
+    return task if hasattr(kind, "demonstrate") else make(kind, rng)
 
 
 def scripted(script: Callable, task: Task, tokenizer):
@@ -145,10 +144,10 @@ def scripted(script: Callable, task: Task, tokenizer):
     return policy
 
 
-def read(path: str, spec: str) -> list[Task]:
+def read(path: str, kind: ModuleType) -> list[Task]:
     """The questions of a JSON lines file. Rows for which the kind's `read` raises
-    ValueError are left out, counted, and the first are named; none may be left."""
-    kind = load(spec)
+    ValueError are left out and counted, and the first three are named. Raises ValueError
+    if no row is left."""
     name = name_of(kind)
     if not hasattr(kind, "read"):
         raise ValueError(f"the task {name} reads no files")
@@ -158,7 +157,7 @@ def read(path: str, spec: str) -> list[Task]:
     for number, line in enumerate(lines, 1):
         try:
             questions.append(Task(f"row-{number}", name, *kind.read(json.loads(line))))
-        except ValueError as error:  # that it is no JSON is one, too
+        except ValueError as error:  # also raised by json for what is not JSON
             problems.append(f"line {number}: {error}")
 
     if problems:

@@ -85,7 +85,7 @@ def test_an_interval_holds_at_the_edges(scores, low, high):
 
 def test_held_out_questions_of_several_times_the_length():
     """No two with the same number of documents."""
-    longer = heldout_tasks(30, times=4)
+    longer = heldout_tasks(30, tasks.load("notes"), times=4)
     usual = 4 * tasks.load("notes").TOKENS
     sizes = [len("".join(task.context.values())) / 4 / usual for task in longer]
     assert 0.7 < min(sizes) < 0.9 < sum(sizes) / 30 < 1.1 < max(sizes) < 1.3
@@ -141,7 +141,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
             assert command("--policy", "oracle", *flags, "--save", path,
                            "--split", split)[0] is None
             ids[name, split] = {r.task.id for r in read_rollouts(path, Task)}
-    held = {task.id for task in heldout_tasks(12, "evidence")}
+    held = {task.id for task in heldout_tasks(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     assert not ids["rows", "train"] & ids["rows", "heldout"]
     every = ids["rows", "train"] | ids["rows", "heldout"]

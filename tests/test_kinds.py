@@ -12,7 +12,7 @@ import pytest
 
 import tasks
 from rlm import RLMConfig, collect, rollout
-from tasks import (NAMES, Task, deep, definitions, evidence, make, notes, oolong,
+from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
 from tasks.evidence import SHORTEST, mark
 from tasks.in_repl import block, word_of
@@ -27,7 +27,7 @@ SIZED = tuple(name for name in NAMES if name not in SMALL)  # of any length
 
 def made(kind, n=1, tokens=2_000):
     tokens = None if kind in SMALL else tokens
-    return [make(kind, random.Random(f"{kind} {i}"), tokens) for i in range(n)]
+    return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
 
 
 def papers_of(context, gold):
@@ -77,7 +77,7 @@ def test_the_score_agrees_with_a_set_of_marked_positions():
 
 
 def test_the_gold_scores_1_in_any_nesting_and_an_echo_what_is_stated():
-    for task in [*made("evidence", 5), *tasks.read(PAPERS, "evidence")]:
+    for task in [*made("evidence", 5), *tasks.read(PAPERS, evidence)]:
         gold = [s for sentences in task.answer.values() for s in sentences]
         for answer in (gold, [[[s]] for s in gold], [f"\n {s} " for s in gold]):
             assert reward(task, answer) == 1.0
@@ -165,7 +165,7 @@ WORTHLESS = [
 @pytest.mark.parametrize("kind", NAMES)
 def test_an_answer_that_holds_nothing_scores_0(kind):
     for task in made(kind, 10):
-        advice = getattr(tasks.load(kind), "STRATEGY", "")
+        advice = getattr(load(kind), "STRATEGY", "")
         for answer in (*WORTHLESS, task.query, [task.query], advice):
             assert reward(task, answer) == 0.0, (answer, task.answer)
         assert kind == "evidence" or reward(task, task.context) < 0.2  # an echo
@@ -216,8 +216,8 @@ def test_questions_are_what_they_were(kind, digest):
     lengths = {"deep": (None,), "definitions": (None, 2_000)}.get(kind)
     questions = []
     for seed, heldout in product(range(10), (False, True)):
-        for tokens in lengths or (None, 4 * tasks.load(kind).TOKENS):
-            task = make(kind, random.Random(seed), tokens, heldout)
+        for tokens in lengths or (None, 4 * load(kind).TOKENS):
+            task = make(load(kind), random.Random(seed), tokens, heldout)
             questions.append([task.query, task.context, task.answer])
     assert hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16] == digest
 
@@ -227,7 +227,7 @@ def test_gold_of_notes_is_what_the_dictionary_says_of_the_place():
     word in held-out answers occur in no note of training."""
     pairs = {False: set(), True: set()}
     for seed, tokens, heldout in product(range(60), (None, 1_200), (False, True)):
-        task = make("notes", random.Random(seed), tokens, heldout)
+        task = make(notes, random.Random(seed), tokens, heldout)
         for name, text in task.context.items():
             where = name.split()[0]
             known = [word for word in text.split() if word in notes.KIND]
@@ -246,7 +246,7 @@ def test_what_one_print_of_notes_tells():
     words to their first letters, sorts what stands there as well as these letters allow,
     and guesses the rest."""
     limit = notes.TINY["limits"]["output_chars"]
-    questions = [make("notes", random.Random(seed)) for seed in range(500)]
+    questions = [make(notes, random.Random(seed)) for seed in range(500)]
     scores = {}
     for letters in (2, 3, 4, 5, 12):
         kinds = {word[:letters]: kind for word, kind in notes.KIND.items()}
@@ -297,7 +297,7 @@ def test_ways_to_sort_notes_without_children():
     config = replace(config, max_nodes=1)
     scores = {}
     for script in (dictionary, two_letters):
-        questions = [make("notes", random.Random(i), heldout=True) for i in range(40)]
+        questions = [make(notes, random.Random(i), heldout=True) for i in range(40)]
         policies = [tasks.scripted(script, task, tokenizer) for task in questions]
         roots = [asyncio.run(rollout(task, policy, tokenizer, config))
                  for task, policy in zip(questions, policies)]
@@ -309,7 +309,7 @@ def test_ways_to_sort_notes_without_children():
 
 def test_held_out_words_are_in_no_question_of_training():
     for seed, heldout, tokens in product(range(50), (False, True), (None, 2_500)):
-        task = make("definitions", random.Random(seed), tokens, heldout)
+        task = make(definitions, random.Random(seed), tokens, heldout)
         words = [line.split(":")[0] for page in task.context for line in page.split("\n")]
         assert {definitions.is_heldout(word) for word in words} == {heldout}
         asked = word_of(task)

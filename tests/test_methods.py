@@ -13,7 +13,7 @@ import tasks
 from lab import methods
 from lab.methods import bm25, flat
 from rlm import RLMConfig
-from tasks import Task
+from tasks import Task, evidence, notes
 from tokenizer import Tokenizer
 from tree import Completion
 
@@ -104,14 +104,14 @@ def test_bm25_equals_its_formula():
 
 
 def test_the_answer_to_evidence_is_its_lines_without_bullets_and_quotes():
-    task = tasks.make("evidence", random.Random(0))
+    task = tasks.make(evidence, random.Random(0))
     said = '- a b\n2. "c d"\n\n * e\n1.5 mm is small'
     root = answer("direct", task, lambda node: said)
     assert root.answer == ["a b", "c d", "e", "1.5 mm is small"]
 
 
 def test_the_answer_to_notes_is_read_from_json_and_from_lines():
-    task = tasks.make("notes", random.Random(0))
+    task = tasks.make(notes, random.Random(0))
     for text in (json.dumps(task.answer), "\n".join(f"- **{name}**: {kind}" for name, kind
                                                    in task.answer.items())):
         root = answer("direct", task, lambda node: f"The notes: {text}")

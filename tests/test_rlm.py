@@ -559,7 +559,7 @@ def test_the_full_prompt_is_filled_in_and_names_every_builtin(path):
 
 def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
     """As in a notebook, where a loop runs."""
-    notes = tasks.make("notes", random.Random(3), heldout=True)
+    notes = tasks.make(tasks.load("notes"), random.Random(3), heldout=True)
     trained = rlm.RLM(ROOT / "assets" / "tiny")
 
     async def notebook():

@@ -9,7 +9,7 @@ import pytest
 
 import tasks
 from runtime import handed_in
-from tasks import Task, read, reward, split
+from tasks import Task, deep, evidence, oolong, read, reward, split
 from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
                            search, source)
 from tree import Node, Unscored
@@ -22,9 +22,9 @@ def test_what_a_kind_lacks_is_named():
     with pytest.raises(ValueError, match="'poetry'; there are: notes, evidence, deep"):
         tasks.load("poetry")
     with pytest.raises(ValueError, match="the task deep reads no files"):
-        read(PAPERS, "deep")
+        read(PAPERS, deep)
     with pytest.raises(ValueError, match="deep tasks have one size"):
-        tasks.make("deep", random.Random(0), tokens=2_000)
+        tasks.make(deep, random.Random(0), tokens=2_000)
 
 
 LETTERS = '''
@@ -61,9 +61,8 @@ def letters(tmp_path):
 
 def test_a_file_is_a_task_like_ours(letters):
     kind = tasks.load(letters)
-    task = tasks.make(letters, random.Random(5))
-    assert task == tasks.make(task.kind, random.Random(5))
-    assert tasks.of(task) is tasks.load(task.kind) is tasks.load(letters) is kind
+    task = tasks.make(kind, random.Random(5))
+    assert tasks.of(task) is tasks.load(letters) is kind
     assert task.kind == Path(letters).stem and task.id.startswith(f"{task.kind}-")
     assert reward(task, 7) == 1.0 and reward(task, 8) == 0.0
     said = tasks.demonstrate(task, Node(), random.Random(0))
@@ -81,7 +80,7 @@ def test_a_file_is_a_task_like_ours(letters):
 
 def test_a_mistake_in_a_file_ends_in_that_file(letters):
     with pytest.raises(ZeroDivisionError) as caught:
-        reward(tasks.make(letters, random.Random(0)), 0)
+        reward(tasks.make(tasks.load(letters), random.Random(0)), 0)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == letters
     assert handed_in.is_theirs(caught.value)
     assert not handed_in.is_theirs(ZeroDivisionError())
@@ -126,7 +125,7 @@ def test_what_a_search_finds(text, asked, passages):
 
 
 def test_the_other_tools_read_the_layout_of_a_paper():
-    task = read(PAPERS, "evidence")[0]
+    task = read(PAPERS, evidence)[0]
     assert list_papers(task.context)[1] == ("tides-2", "The funnel at Fundy")
     assert get_paper_abstract(task.context, "tides-3") == "Notes from two enclosed seas."
     assert get_paper_abstract({"x": "no such mark"}, "x") == ""
@@ -168,7 +167,7 @@ def write(path, *rows):
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     row, query, context, gold = ROWS[kind]
-    task, = read(write(tmp_path / "rows.jsonl", row), kind)
+    task, = read(write(tmp_path / "rows.jsonl", row), tasks.load(kind))
     assert task == Task("row-1", kind, query, context, gold)
     right = {"oolong": "incorrect", "evidence": ["Some text."]}.get(kind, gold)
     assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
@@ -180,7 +179,7 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
 ])
 def test_answers_of_oolong_are_python_literals(tmp_path, text, kind, value):
     row = ROWS["oolong"][0] | {"answer": text, "answer_type": f"ANSWER_TYPE.{kind}"}
-    task, = read(write(tmp_path / "rows.jsonl", row), "oolong")
+    task, = read(write(tmp_path / "rows.jsonl", row), oolong)
     assert task.answer == {"type": kind, "value": value} and reward(task, value) == 1.0
 
 
@@ -200,12 +199,12 @@ def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
         tmp_path, kind, changes, field, capsys):
     good = ROWS[kind][0]
     path = write(tmp_path / "rows.jsonl", good, good | changes)
-    assert [task.id for task in read(path, kind)] == ["row-1"]
+    assert [task.id for task in read(path, tasks.load(kind))] == ["row-1"]
     first, named = capsys.readouterr().out.splitlines()
     assert first == f"{path}: 1 of 2 rows left out"
     assert "line 2: " in named and f"'{field}'" in named
     with pytest.raises(ValueError, match="rows.jsonl: no row can be used"):
-        read(write(path, changes), kind)
+        read(write(path, changes), tasks.load(kind))
 
 
 @pytest.mark.parametrize("paper, quoted", [
@@ -215,7 +214,7 @@ def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
 def test_a_selection_may_have_other_line_breaks_than_its_paper(tmp_path, paper, quoted):
     """The gold is then what the paper says: that is what an answer can quote."""
     row = ROWS["evidence"][0] | {"papers": [PAPER | {"text": f"Before. {paper} After."}]}
-    task, = read(write(tmp_path / "rows.jsonl", row | selection(quoted)), "evidence")
+    task, = read(write(tmp_path / "rows.jsonl", row | selection(quoted)), evidence)
     assert task.answer == {"p": [paper]} and reward(task, [paper]) == 1.0
 
 

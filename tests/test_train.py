@@ -138,7 +138,7 @@ def test_tokens_end_a_run_and_held_out_questions_are_asked_on_the_way(
 def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    task = tasks.make("notes", random.Random(0))
+    task = tasks.make(tasks.load("notes"), random.Random(0))
     config = train.tiny_rlm(train.Config())
     trees = train.demonstrations([task] * 8, tokenizer, config, 0)
     assert len({tree.reward for tree in trees}) > 2
@@ -187,7 +187,7 @@ def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, mo
 
 def test_lengths_that_a_kind_cannot_have_are_left_out():
     def longer(task):
-        return list(Questions(task, heldout=9).longer)
+        return list(Questions(tasks.load(task), heldout=9).longer)
 
     assert longer("notes") == ["heldout_4x", "heldout_16x"]
     assert longer("pairs") == ["heldout_4x"] and longer("deep") == []
@@ -197,7 +197,7 @@ def test_without_children_scripts_call_nobody(short_run, tmp_path, monkeypatch):
     alone = make_trainer(monkeypatch, tmp_path / "a", "--model", short_run / "init",
                          "--method", "rlm0", "--heldout", 1, "--warmup-steps", 0).rlm
     assert alone.max_depth == 0 and alone.max_nodes == 1
-    questions = [tasks.make("notes", random.Random(i)) for i in range(40)]
+    questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
     trees = train.demonstrations(questions, None, alone, 0)
     written = [turn.text for tree in trees for turn in tree.root.turns
                if turn.role == "assistant"]
