@@ -36,7 +36,7 @@ import eval as evaluation
 import grpo
 import rlm
 import tasks
-from grpo import GRPOConfig, Row, Stats, policy_loss
+from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
@@ -44,6 +44,7 @@ from runtime import checkpoint, handed_in, metrics, packing, parallel, plan, rep
 from runtime.device import DEVICE, TYPES, compute_dtype, give_back_memory
 from runtime.files import readable, write_text
 from runtime.flags import flag, parse
+from runtime.metrics import Stats
 from runtime.parallel import World, full_tensor
 from runtime.run import Run, RunConfig, flags_of_run, resuming
 from runtime.stop import Stopped
@@ -407,10 +408,10 @@ class Trainer:
                 for pack in packs:
                     logprobs, entropy = model.logprobs(
                         pack["ids"], pack["mask"], pack["lengths"])
-                    part, part_stats = policy_loss(logprobs, entropy, pack, config)
+                    part, watched = policy_loss(logprobs, entropy, pack, config)
                     self.backward(part)
                     loss += part.item()
-                    stats += part_stats
+                    stats += Stats.of(watched, pack["depths"])
                 losses, all_stats = zip(*world.gather((loss, stats)))
                 loss, stats = sum(losses), sum(all_stats, Stats())
                 norm = self.optimizer_step(self.learning_rate(), loss)
@@ -461,7 +462,7 @@ class Trainer:
         shares = packing.micro_batches(
             rows, self.plan.row, self.plan.attention_cost, self.plan.seen_cost,
             self.world.rank, self.world.size)
-        return [grpo.collate(share, DEVICE) for share in shares]
+        return [packing.collate(share, DEVICE) for share in shares]
 
     @torch.no_grad()
     def add_log_probabilities(self, packs: list[dict]) -> None:
@@ -526,7 +527,7 @@ class Trainer:
     def show(self, rollouts: list[Rollout], update: dict) -> None:
         """Log a step, print its line, and the best of its trees every SHOW_EVERY steps."""
         state = self.run.state
-        row = update | metrics.describe(rollouts) | {
+        row = update | metrics.describe(rollouts, self.credit) | {
             "phase": "grpo", "step": state["step"], "skipped": state["skipped"]}
         self.run.log(row)
         print(metrics.line(row, self.config.steps))

@@ -23,7 +23,7 @@ import torch
 
 import grpo
 from model import Qwen3, Qwen3Config
-from runtime.packing import micro_batches
+from runtime.packing import collate, micro_batches
 from sampler import Sampler
 
 SMALL = Qwen3Config(  # 42 million parameters
@@ -214,7 +214,7 @@ def optimizer_step(model, optimizer) -> None:
 
 def update(model, optimizer, rows: list[grpo.Row], max_tokens: int) -> None:
     for rows_of_pack in micro_batches(rows, max_tokens):
-        pack = grpo.collate(rows_of_pack, model.device)
+        pack = collate(rows_of_pack, model.device)
         logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
         grpo.policy_loss(logprobs, entropies, pack, grpo.GRPOConfig())[0].backward()
     optimizer_step(model, optimizer)

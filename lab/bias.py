@@ -12,8 +12,9 @@ import itertools
 import torch
 from torch.nn.functional import cosine_similarity
 
-from grpo import LENGTH_CONSTANT, GRPOConfig, collate, credit, make_rows, policy_loss
+from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
 from lab import objectives
+from runtime.packing import collate
 from tree import Node, Rollout, Turn
 
 THETA = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, -0.6, 0.5], dtype=torch.float64)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from grpo import Row, collate
+from grpo import Row
 from lab.bench import adamw, make_row, random_ids, seconds_of, update
 from model import Qwen3, Qwen3Config
 from runtime import parallel
 from runtime.device import DEVICE
+from runtime.packing import collate
 from runtime.pages import attention_for
 from runtime.plan import GIB, Plan
 from sampler import Sampler

@@ -1,24 +1,30 @@
 """What a step of training looked like: numbers for metrics.jsonl and one line for people.
 
-Left out: what the loss computes (grpo.Stats) and held-out scores (eval.py).
+Left out: held-out scores (eval.py), and the loss itself (grpo.py).
 """
 from collections import Counter
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from tree import Rollout
+import torch
+from torch import Tensor
+
+from tree import Node, Rollout
 
 
-def describe(rollouts: list[Rollout]) -> dict:
-    """What a batch of trees looked like: means per tree over those that did not fail."""
+def describe(rollouts: list[Rollout], credits: dict) -> dict:
+    """What a batch of trees looked like: means per tree over those that did not fail.
+    `credits` says for each trained node its advantages, one per sampled turn."""
+    def is_flat(root: Node) -> bool:
+        given = [credits[node] for node in root.walk() if node in credits]
+        return not any(any(each.advantages) for each in given)
+
     scored = [rollout for rollout in rollouts if not rollout.failed]
-    groups = {}
-    for rollout in scored:
-        groups.setdefault(rollout.group, []).append(rollout.reward)
-    flat = [max(rewards) - min(rewards) < 1e-9 for rewards in groups.values()]
     nodes = [node for rollout in scored for node in rollout.root.walk()]
     n = len(scored)
     row = {
         "reward": sum(rollout.reward for rollout in scored) / n,
-        "flat": sum(flat) / len(groups),  # share of the groups that carry no gradient
+        "flat": sum(is_flat(rollout.root) for rollout in scored) / n,
         "failed": len(rollouts) - n,
         "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
         "nodes": len(nodes) / n,
@@ -47,5 +53,43 @@ def line(m: dict, steps: int) -> str:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
-            f"{shares(m['ends'])}{lost} | flat groups {m['flat']:.0%} | {update} | "
+            f"{shares(m['ends'])}{lost} | flat {m['flat']:.0%} | {update} | "
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What is watched of the tokens of an update; `+` combines packs and ranks."""
+    sums: list[dict[str, float]] = ()  # over the tokens of each depth
+    largest_gap: float = 0.0  # between log-probabilities of trainer and sampler
+
+    @classmethod
+    def of(cls, watched: dict[str, Tensor], depths: Tensor) -> "Stats":
+        """Those of a pack. `watched` is what grpo.policy_loss returned, `depths` is (N)."""
+        if not len(depths):  # an empty pack
+            return cls()
+        watched = {"count": torch.ones_like(watched["gap"])} | watched
+        values = torch.stack(list(watched.values()), dim=1)  # (N, W)
+        sums = values.new_zeros(depths.max() + 1, len(watched))  # (depths, W)
+        sums.index_add_(0, depths, values)
+        by_depth = [dict(zip(watched, row)) for row in sums.tolist()]
+        return cls(by_depth, watched["gap"].max().item())
+
+    def __add__(self, other: "Stats") -> "Stats":
+        depths = zip_longest(self.sums, other.sums, fillvalue={})
+        sums = [{name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}
+                for a, b in depths]
+        return Stats(sums, max(self.largest_gap, other.largest_gap))
+
+    def metrics(self) -> dict:
+        """Means over the tokens, as metrics.jsonl has them. Absent without any token."""
+        def means(sums: dict[str, float]) -> dict[str, float]:
+            return {name: value / max(1, sums["count"])
+                    for name, value in sums.items() if name != "count"}
+
+        total = Counter()
+        for sums in self.sums:
+            total.update(sums)
+        by_depth = [{"share": sums["count"] / total["count"]} | means(sums)
+                    for sums in self.sums]
+        return means(total) | {"largest_gap": self.largest_gap, "by_depth": by_depth}

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
 
 WORTH_SHARING = 0.02  # of a row: less is not worth a gather of its keys and values
 
@@ -113,3 +115,24 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     packs.sort(key=cost, reverse=True)
     packs += [[] for _ in range(-len(packs) % ranks)]
     return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
+
+
+def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
+    """A pack of rows (grpo.Row) as tensors, T tokens, N of them sampled. An empty pack has
+    one token, with mask 0. The order of sampled tokens is that of model.logprobs."""
+    def flat(values, dtype=torch.float32) -> Tensor:
+        listed = [value for row in rows for value in values(row)]
+        return torch.tensor(listed, dtype=dtype, device=device)
+
+    ids = [i for row in rows for i in row.ids]
+    mask = [m for row in rows for m in row.mask]
+    return {
+        "ids": torch.tensor([ids or [0]], device=device),  # (1, T)
+        "mask": torch.tensor([mask or [0]], device=device),  # (1, T)
+        "lengths": [len(row.ids) for row in rows] or [1],  # (rows)
+        # (N) each
+        "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
+        "advantages": flat(lambda row: row.advantages),
+        "weights": flat(lambda row: [row.weight] * sum(row.mask)),
+        "depths": flat(lambda row: [row.depth] * sum(row.mask), torch.long),
+    }

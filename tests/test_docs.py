@@ -151,7 +151,7 @@ def test_the_oracle_answers_the_examples(name, elsewhere, monkeypatch, capsys):
     monkeypatch.chdir(elsewhere)
     assert command(evaluation, monkeypatch, *arguments) is None
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[3:5] == ["4", "1.000"]
+    assert row[3:6] == ["4", "0", "1.000"]
 
 
 def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):

@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
-from grpo import (LENGTH_CONSTANT, WATCHED, Credit, GRPOConfig, Row, Stats, advantages,
-                  collate, credit, make_rows, node_weights, policy_loss)
+from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages, credit, make_rows,
+                  node_weights, policy_loss)
 from model import Qwen3, Qwen3Config
 from runtime.attention import Gather, PackedRows
-from runtime.packing import micro_batches
+from runtime.metrics import Stats
+from runtime.packing import collate, micro_batches
 from tree import Node, Rollout, Turn
 
 
@@ -54,7 +55,7 @@ def test_advantages_by_hand():
     assert advantages(trees, plain()) == [0.5, -0.5, 0.0, 0.0]
     deviation = math.sqrt(0.125)  # of the population: (1/4 + 1/4 + 0 + 0) / 4
     most = 0.5 / (deviation + 0.01)
-    assert advantages(trees) == pytest.approx([most, -most, 0, 0])
+    assert advantages(trees, GRPOConfig()) == pytest.approx([most, -most, 0, 0])
 
 
 @pytest.mark.parametrize("std", ["on", "off"])
@@ -71,7 +72,7 @@ def test_groups_are_what_the_rollouts_say_and_failed_trees_do_not_count():
 
 def test_a_reward_that_is_not_finite_is_refused_by_the_name_of_its_group():
     with pytest.raises(ValueError, match="group g: .*not finite"):
-        advantages([rollout(1.0), rollout(math.nan)])
+        advantages([rollout(1.0), rollout(math.nan)], GRPOConfig())
 
 
 def coefficients(y, mean, factor=1.0):
@@ -143,14 +144,6 @@ def test_a_wrong_or_inert_switch_is_refused(switches, says):
         GRPOConfig(**switches)
 
 
-def loss_and_stats(new, old, sampler, advantage, weight, config=GRPOConfig(), **more):
-    """policy_loss with all tokens at depth 0; the sums of its stats by name."""
-    pack = {"old": old, "sampler": sampler, "advantages": advantage, "weights": weight,
-            "depths": torch.zeros(len(new), dtype=torch.long)} | more
-    loss, stats = policy_loss(new, torch.zeros(len(new)), pack, config)
-    return loss, dict(zip(WATCHED, stats.sums[0]))
-
-
 @pytest.mark.parametrize("ratio, advantage, surrogate, slope, clipped", [
     (1.0, 2.0, 2.0, 2.0, 0), (1.0, -2.0, -2.0, -2.0, 0), (1.1, 2.0, 2.2, 2.2, 0),
     (1.5, 2.0, 2.56, 0.0, 1),  # a good token: no more than 1 + eps_high
@@ -161,10 +154,11 @@ def loss_and_stats(new, old, sampler, advantage, weight, config=GRPOConfig(), **
 def test_the_clipped_surrogate_by_hand(ratio, advantage, surrogate, slope, clipped):
     old = torch.tensor([-1.0], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
-    loss, stats = loss_and_stats(
-        new, old, old, torch.tensor([advantage]), torch.tensor([0.5]))
+    pack = {"old": old, "sampler": old, "advantages": torch.tensor([advantage]),
+            "weights": torch.tensor([0.5])}
+    loss, watched = policy_loss(new, torch.zeros(1), pack, GRPOConfig())
     loss.backward()
-    assert loss.item() == pytest.approx(-0.5 * surrogate) and stats["clipped"] == clipped
+    assert loss.item() == pytest.approx(-0.5 * surrogate) and watched["clipped"] == clipped
     assert new.grad.item() == pytest.approx(-0.5 * slope)
 
 
@@ -173,12 +167,12 @@ def test_what_is_watched_of_a_batch_by_hand():
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
     pack = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
-            "weights": torch.tensor([0.1, 0.2, 0.3]), "depths": torch.tensor([0, 2, 0])}
-    loss, stats = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
+            "weights": torch.tensor([0.1, 0.2, 0.3])}
+    loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
 
-    metrics = stats.metrics()
+    metrics = Stats.of(watched, torch.tensor([0, 2, 0])).metrics()
     assert metrics["largest_gap"] == pytest.approx(math.log(3))
     first, _, last = metrics["by_depth"]
     assert first == pytest.approx({
@@ -193,11 +187,12 @@ def test_what_is_watched_of_a_batch_by_hand():
 def test_the_kl_term_by_hand():
     new = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(1, dtype=torch.float64)
-    loss, stats = loss_and_stats(new, new, new.detach(), zero, zero + 0.5,
-                                 GRPOConfig(kl=0.2), reference=new.detach() + math.log(3))
+    pack = {"sampler": new.detach(), "advantages": zero, "weights": zero + 0.5,
+            "reference": new.detach() + math.log(3)}
+    loss, watched = policy_loss(new, zero, pack, GRPOConfig(kl=0.2))
     loss.backward()
     assert loss.item() == pytest.approx(0.2 * 0.5 * (3 - math.log(3) - 1))
-    assert stats["reference_kl"] == pytest.approx(3 - math.log(3) - 1)
+    assert watched["reference_kl"].item() == pytest.approx(3 - math.log(3) - 1)
     assert new.grad.item() == pytest.approx(0.2 * 0.5 * (1 - 3))
 
 
@@ -260,10 +255,10 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
         stats = Stats()
         for pack in packs:
             got = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-            loss, part = policy_loss(*got, pack | {"old": got[0].detach() - 0.25},
-                                     GRPOConfig())
+            loss, watched = policy_loss(*got, pack | {"old": got[0].detach() - 0.25},
+                                        GRPOConfig())
             loss.backward()
-            stats += part
+            stats += Stats.of(watched, pack["depths"])
         return stats, [w.grad.clone() for w in model.parameters()]
 
     for seed in range(tries):

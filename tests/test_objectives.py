@@ -5,9 +5,9 @@ import pytest
 import torch
 from test_grpo import node, plain, rollout
 
-from grpo import GRPOConfig, check_switches, collate, make_rows, node_weights, policy_loss
+from grpo import GRPOConfig, check_switches, make_rows, node_weights, policy_loss
 from lab import bias, objectives
-from runtime.packing import micro_batches
+from runtime.packing import collate, micro_batches
 
 
 def scored_trees():
@@ -108,9 +108,11 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
     trees.append(rollout(5.0, some_tree(), "a", failed="lost"))
     logits = torch.randn(10, generator=torch.Generator().manual_seed(0)).double()
 
+    config = GRPOConfig(objective="dpo")
+
     def tree_logprob(tree, logprobs):
         return sum(weight * logprobs[[i for i, m in zip(n.ids, n.mask) if m]].sum()
-                   for n, weight in node_weights(tree.root).items())
+                   for n, weight in node_weights(tree.root, config).items())
 
     textbook = logits.clone().requires_grad_()
     for best, worst in ((trees[0], trees[1]), (trees[4], trees[3])):
@@ -118,7 +120,6 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
         margin = tree_logprob(best, ratios) - tree_logprob(worst, ratios)
         (-torch.nn.functional.logsigmoid(objectives.BETA * margin) / 2).backward()
 
-    config = GRPOConfig(objective="dpo")
     rows = make_rows(trees, objectives.dpo(trees, config), config)
     online = logits.clone().requires_grad_()
     for part in micro_batches(rows, 1):
