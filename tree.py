@@ -11,11 +11,12 @@ such call is a child, which can have children of its own:
 
 A node is one conversation, a list of turns. The policy writes the assistant's turns. The
 user's turns are the question, then what the REPL printed. A conversation only grows at its
-end, so it is exactly one training sequence: `ids` are its tokens, `mask` says which of them
-the policy sampled, and `logprobs` how likely the policy found each of those when it did.
+end, so it is exactly one training sequence. `ids` are its tokens, `mask` says which of them
+the policy sampled, and `logprobs` how likely each of those was.
 
-Rollouts are stored as JSON lines and shown to people as indented text. Elsewhere: making
-trees (rlm.py) and all that computes with tokens (model.py, sampler.py, grpo.py).
+Rollouts are stored as JSON lines and shown to people as indented text. Left out: how trees
+grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py). Tried
+and removed: trees that share a part with another tree (forks, docs/objective.md).
 """
 import json
 from collections.abc import Iterable, Iterator
@@ -26,13 +27,13 @@ from runtime.files import write_text
 
 
 class Refused(Exception):
-    """What a policy raises for one request that it will not serve: it is too long for the
-    server, say, or filtered. The node ends, and the tree goes on without it."""
+    """A policy raises it for one request that it will not serve: because it is too long, or
+    filtered. The node ends, and its tree goes on."""
 
 
 class Unscored(Exception):
-    """What a score raises that could not be had, of a judge that does not answer, say. The
-    machine's failure: the tree is left out and counted."""
+    """A score raises it where it cannot tell: because its judge does not answer. That is a
+    failure of the machine, so the tree is left out and counted."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,10 @@ class Turn:
     """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
-
     # Of the assistant exactly as sampled, of others with the chat markup around the text.
-    # The system turn has none: the first user turn has those of both.
+    # A system turn has no ids: those of the first user turn begin with them.
     ids: tuple[int, ...] = ()
-
-    # None: the policy did not sample this turn. (): it did, but an API told no numbers.
+    # Of `ids`. None for a turn that was not sampled; () where an API told no numbers.
     logprobs: tuple[float, ...] | None = None
 
     @property
@@ -67,26 +66,20 @@ class Turn:
 @dataclass(eq=False)  # compared by identity: two nodes that look the same are two nodes
 class Node:
     """One conversation of the tree, and the conversations that its code started."""
-
     path: tuple[int, ...] = ()  # () is the root, (2, 0) the first child of its third child
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
-    # The value given to FINAL, or the text of a plain completion. Of a node that ended
-    # without either: what its code had put into answer["content"].
+    # What FINAL got, or the text of a plain completion. A node that ended without either
+    # has what its code put into answer["content"].
     answer: Any = None
-
-    # Why it ended: final or text; without such an end turns, window, budget, refused,
-    # timeout, crash, protocol; of a root also failed (the machine lost the tree).
+    # Why it ended. With an answer: final, text. Without one: turns, window, budget,
+    # refused, timeout, crash, protocol, and for a root failed (the machine lost the tree).
     end: str = ""
-
-    # Which of the policy's turns (0, 1, ...) had no code, or code that raised an error.
-    errors: list[int] = field(default_factory=list)
-
-    # The score of a child's own answer, if the task has one. Not used in training, unless
-    # the objective asks for it. Of a root: the task's own, where --reward replaces it.
+    errors: list[int] = field(default_factory=list)  # numbers of turns without working code
+    # A child's own score, if the task has one; only some objectives read it. A root has the
+    # task's score here where --reward replaces it.
     score: float | None = None
-
     counted: int = 0  # sampled tokens of turns without ids, where a server counted them
     repl_seconds: float = 0.0  # of its code by the REPL's clock, without its children
 
@@ -110,10 +103,7 @@ class Node:
     @property
     def logprobs(self) -> list[float]:
         """The sampler's log-probabilities, 0.0 where `mask` is 0; as long as `ids`."""
-        logprobs = []
-        for turn in self.turns:
-            logprobs += turn.logprobs or [0.0] * len(turn.ids)
-        return logprobs
+        return [p for turn in self.turns for p in turn.logprobs or [0.0] * len(turn.ids)]
 
     @property
     def written(self) -> int:
@@ -143,15 +133,14 @@ class Rollout:
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:
-    """One line of JSON per rollout. The file appears complete or not at all."""
-    # json.dumps gives ASCII, so that even broken Unicode from a model survives the file.
+    """One line of JSON per rollout, in ASCII, so that even broken Unicode from a model
+    survives. The file appears complete or not at all."""
     lines = [json.dumps(rollout, default=vars) + "\n" for rollout in rollouts]
     write_text(path, "".join(lines))
 
 
 def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
     """The rollouts of a file; `task_type`, usually tasks.Task, takes a question's fields.
-
     Raises ValueError that names the first line which is not a rollout."""
     rollouts = []
     with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
@@ -159,29 +148,24 @@ def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
             try:
                 rollouts.append(from_row(json.loads(line), task_type))
             except (ValueError, KeyError, TypeError) as error:
-                reason = f"not a rollout ({error!r:.200})"
-                raise ValueError(f"{path} line {number}: {reason}") from None
+                where = f"{path} line {number}"
+                raise ValueError(f"{where}: not a rollout ({error!r:.200})") from None
     return rollouts
 
 
 def from_row(row: dict, task_type=dict) -> Rollout:
-    """The rollout with these fields. Raises KeyError or TypeError for what is none."""
+    """The rollout with these fields. Raises KeyError or TypeError if they are others."""
     task, root = task_type(**row["task"]), _node(row["root"])
     return Rollout(**row | {"task": task, "root": root})
 
 
 def _node(row: dict) -> Node:
-    """The node with these fields. Raises KeyError or TypeError for what is none."""
     turns = []
     for turn in row["turns"]:
-        logprobs = turn["logprobs"]
-        if logprobs is not None:
-            logprobs = tuple(logprobs)
+        logprobs = None if turn["logprobs"] is None else tuple(turn["logprobs"])
         turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
-
     children = [_node(child) for child in row["children"]]
-    return Node(**{**row, "path": tuple(row["path"]), "turns": turns,
-                   "children": children})
+    return Node(**row | {"path": tuple(row["path"]), "turns": turns, "children": children})
 
 
 def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
@@ -191,10 +175,9 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
     for node in root.walk():
         bar = "│  " * node.depth
         name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
-        size = f"{node.written} turn{'s' * (node.written != 1)}"
-        if node.sampled or node.counted:
-            size += f", {node.sampled + node.counted} sampled tokens"
-        lines.append(f"{bar}┌ {name}  ({size})")
+        turns = f"{node.written} turn{'s' * (node.written != 1)}"
+        tokens = f"{node.sampled + node.counted} sampled tokens"
+        lines.append(f"{bar}┌ {name}  ({turns}, {tokens})")
 
         for turn in node.turns:
             if turn.role == "system":
