@@ -1,18 +1,21 @@
-"""The Python REPL that a model's code runs in, as a process of its own.
+"""The Python REPL that a model's code runs in. Each REPL is a separate process.
 
     async with REPL(context, tools="", limits=Limits(seconds=60)) as repl:
         result = await repl.execute("print(1); FINAL(context[:5])", on_query=None)
         result.stdout, result.error, result.final, result.done, result.died
 
-The client (the trainer, say) holds `REPL` objects and starts one server, a small process
-without torch: it forks in 1 ms, the trainer in 40. The server forks one worker per REPL,
-relays messages between the two, and keeps the clock: the client may be busy with a forward
-pass, and nobody has checked the code that a worker runs.
+The client (the trainer, for example) holds `REPL` objects. It starts one server, a small
+process without torch. The server forks one worker per REPL, relays messages between client
+and worker, and keeps the clock. A client that is busy with a forward pass cannot keep the
+clock, and a worker cannot be trusted with it.
 
-Here: client, worker with the builtins that the code sees, and the prompt of
-`python repl.py`. Elsewhere: messages (runtime/frames.py), server (runtime/repl_server.py),
-isolation (runtime/sandbox.py). Left out: signal handlers of the code. One that raises while
-an answer is awaited, or between two blocks, ends its own REPL.
+Here: the client, the worker, the builtins of the code, and `python repl.py`. In runtime:
+messages (frames.py), server (repl_server.py), isolation (sandbox.py).
+
+Left out: two blocks at a time in one REPL, and protection of the code's signal handlers. A
+handler that raises while an answer is awaited, or between two blocks, ends its own REPL.
+Tried: to fork the trainer takes 40 ms, to fork the server 1 ms. Handlers that were held
+back during a query made runaway recursions hang.
 """
 
 from __future__ import annotations
@@ -33,22 +36,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from runtime.frames import (BUILTINS, HEADER, Result, frame, json_value,
-                            read_query, read_result, take_frame)
+from runtime.frames import (HEADER, Result, frame, json_value, read_query, read_result,
+                            take_frame)
 from runtime.repl_server import Handle, REPLError
 from runtime.sandbox import SET_NAME, Limits, call
+
+# The server's program. It hands the worker over, as runtime knows nothing of this file.
+SERVER = "import repl, runtime.repl_server as server; server.main(repl.Worker)"
 
 # --- the client ---------------------------------------------------------------------------
 
 
 class REPL:
-    """One Python namespace in a process of its own; an async context manager. It runs one
-    block at a time.
+    """A Python namespace in a separate process, which starts with the first block.
 
     `context` is any JSON value. `tools` is Python source that runs first: what it defines
-    belongs to the builtins. Raises REPLError if it cannot be started, even if the cause is
-    in `tools` or in the size of the context. A process uses one `limits.sandbox` at a time:
-    to ask for another one ends the REPLs that are open.
+    belongs to the builtins. The client has one server with one `limits.sandbox`: a REPL
+    with another one ends the REPLs that are open.
     """
 
     def __init__(self, context: Any, tools: str = "", limits: Limits = Limits()):
@@ -56,87 +60,78 @@ class REPL:
         self._first: dict | None = {"context": context, "tools": tools}
         self._sock: socket.socket | None = None
         self._inbox = bytearray()
-        self._over: Result | None = None  # the last result: there is no process after it
 
     async def __aenter__(self) -> REPL:
-        await self.start()
         return self
 
-    async def start(self) -> None:
-        """Start the process; nothing the second time."""
-        import asyncio  # here, as the server and its forks do without it
+    async def __aexit__(self, *_: object) -> None:
+        """End the process, without waiting for its death."""
+        self._close()
 
-        if self._first is None:
-            return
+    def _close(self) -> None:
+        self._first = None
+        if self._sock is not None:
+            self._sock.close()  # the server sees this and kills the worker
+            self._sock = None
+
+    async def execute(self, code: str, on_query: Callable | None = None) -> Result:
+        """Run one block. Errors of the code are in the result, and never raised.
+
+        `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
+        is "llm" or "rlm", `contexts` a list of JSON values or None. An exception of
+        on_query closes the REPL and is raised here. FINAL and a death close it too.
+
+        Raises REPLError if the process cannot be started (also if `tools` raises or the
+        context is too large), if the server was lost, and if the REPL is closed.
+        """
+        if self._first is not None:
+            first, self._first = self._first, None  # the context will live in the worker
+            await self._start(first)
+        result = await self._exchange(b"X", {"code": code}, on_query or no_model)
+        if result.done or result.died:
+            self._close()  # code that catches the exception of FINAL must not run on
+        return result
+
+    async def _start(self, first: dict) -> None:
+        import asyncio  # not above: the server imports this file, and does without asyncio
+
         self._loop = asyncio.get_running_loop()
         try:
             self._sock, theirs = socket.socketpair()
             self._sock.setblocking(False)
             with theirs:
-                Handle.request(theirs, self.limits)
-            result = await self._exchange(b"S", self._first, nobody)
-            if result.error:
-                raise REPLError(f"the REPL did not start: {result.error}")
+                Handle.request(theirs, self.limits, SERVER)
         except OSError as error:
-            await self.aclose()
             raise REPLError(f"the REPL server cannot be reached: {error}") from error
-        except BaseException:
-            await self.aclose()
-            raise
-        self._first = None  # the context lives in the worker now
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """End the process, without waiting for its death. May be called twice."""
-        if self._sock is not None:
-            self._sock.close()  # the server sees it, and cleans up
-            self._sock = None
-
-    async def execute(self, code: str, on_query: Callable | None = None,
-                      echo: bool = False) -> Result:
-        """Run one block. Never raises for what the code did. With `echo` it is a single
-        statement, and values of expressions are shown: for people, not for models.
-
-        `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
-        is "llm" or "rlm", `contexts` a list of JSON values or None. What on_query raises
-        ends the REPL and is raised here. Raises REPLError if the server was lost or the
-        REPL is closed. After FINAL or a death, further calls return that result again.
-        """
-        if self._over is not None:
-            return self._over
-        message = {"code": code, "echo": echo}
-        result = await self._exchange(b"X", message, on_query or nobody)
-        if result.done or result.died:
-            self._over = result
-            await self.aclose()  # code that catches the exception of FINAL must not run on
-        return result
+        result = await self._exchange(b"S", first, no_model)
+        if result.error:
+            raise REPLError(f"the REPL did not start: {result.error}")
 
     async def _exchange(self, kind: bytes, message: dict, on_query: Callable) -> Result:
-        """Send one frame, then answer queries until the D frame comes."""
-        asked, most = 0, self.limits.queries
+        """Send one frame, then answer queries until the result comes."""
+        count, most = 0, self.limits.queries
         try:
             await self._send(kind, message)
             while True:
                 kind, data = await self._receive()
                 try:
-                    if kind == b"T":  # from the server, before each D
+                    if kind == b"T":  # from the server; the result is the next frame
                         seconds = json.loads(data[HEADER.size:])
                         _, data = await self._receive()
                         return replace(read_result(data, self.limits), seconds=seconds)
                     query = read_query(data)
                 except (ValueError, TypeError, RecursionError) as error:  # forged
                     return Result(error=f"ProtocolError: {error}", died="protocol")
-                asked += len(query[1])
-                if asked > most:
-                    problem = f"Error: a block may ask {most} queries, this is {asked}"
-                    answers = [problem] * len(query[1])
+                prompts = query[1]
+                count += len(prompts)
+                if count > most:
+                    problem = f"Error: a block may ask {most} queries, this is {count}"
+                    answers = [problem] * len(prompts)
                 else:
                     answers = await on_query(*query)
                 await self._send(b"R", answers)
-        except BaseException:  # also if cancelled: an exchange is not continued
-            await self.aclose()
+        except BaseException:  # cancelling too: the rest of an exchange would be misread
+            self._close()
             raise
 
     async def _send(self, kind: bytes, message: Any) -> None:
@@ -149,19 +144,19 @@ class REPL:
             raise REPLError(f"nothing can be sent to the REPL: {error}") from error
 
     async def _receive(self) -> tuple[bytes, bytes]:
-        """The next frame, and its kind."""
+        """The kind of the next frame, and the whole frame."""
         while (found := take_frame(self._inbox, self.limits.frame_mb)) is None:
             try:
                 data = await self._loop.sock_recv(self._sock, 1 << 18)
             except OSError as error:
                 raise REPLError(f"the REPL server was lost: {error}") from error
-            if not data:  # a worker's death is a D frame, so this is not one
+            if not data:  # the server reports the death of a worker with a D frame
                 raise REPLError("the REPL server was lost, or the REPL was closed")
             self._inbox += data
         return found
 
 
-async def nobody(kind: str, prompts: list, contexts: Any) -> list:
+async def no_model(kind: str, prompts: list, contexts: Any) -> list:
     problem = "Error: no model is attached to this REPL, so nobody answers"
     return [problem] * len(prompts)
 
@@ -180,7 +175,7 @@ class Capture(io.TextIOBase):
 
     def __init__(self, limit: int):
         self.parts: list[str] = []
-        self.room = limit  # below 0: as many characters were cut
+        self.room = limit  # below 0: the number of characters that were cut
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -196,18 +191,19 @@ class Capture(io.TextIOBase):
 
 
 class Worker:
-    """The process that runs the code. Its last methods are the builtins of the code."""
+    """The process that runs the code: its namespace, and its socket to the server."""
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
-        self.turn = threading.RLock()  # the code may have threads: they ask one by one
-        self.open = False  # a block runs, and no result was sent for it
-        self.ending = False  # its result is due: no query is sent any more
+        self.lock = threading.RLock()  # the code may have threads: one query at a time
+        self.open = False  # a block runs, and its result is not sent yet
+        self.ending = False  # its result is due: no further query is sent
         self.blocks = 0
-        # Dataclasses and pickle look for the module that defines a class.
+        # Dataclasses and pickle look up the module that defines a class.
         self.module = sys.modules["__main__"] = types.ModuleType("__main__")
         self.namespace = vars(self.module)
+        self.builtins = Builtins(self)
         self.reserved: dict[str, Any] = {}
         self.python = dict(vars(python_builtins))
         self.answer = {"content": "", "ready": False}
@@ -218,35 +214,35 @@ class Worker:
             kind, data = self.receive()
             self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
             self.open, self.ending = True, False
-            run = self.start if kind == b"S" else self.block
-            error = run(**json.loads(data[HEADER.size:]))
+            handle = self.start if kind == b"S" else self.block
+            error = handle(**json.loads(data[HEADER.size:]))
             self.restore()
             self.done(error, draft=self.draft())
 
     def start(self, context: Any, tools: str) -> str:
         """Fill the namespace. Returns the error of `tools`, or ""."""
         call("prctl", SET_NAME, b"repl", 0, 0, 0)
-        self.reserved = {name: getattr(self, name) for name in BUILTINS[2:]}
+        self.reserved = {name: getattr(self.builtins, name) for name in FUNCTIONS}
         self.reserved |= {"context": context, "__builtins__": python_builtins}
         self.namespace.update(self.reserved)
-        # The annotations of tools are not evaluated, as those of this file are not.
-        error = self.attempt(self.run, tools, "<repl tools>", False)
+        error = self.attempt(self.execute, tools, "<repl tools>")
         self.reserved = {**self.namespace, **self.reserved}
         self.namespace["answer"] = self.answer
         return error
 
-    def block(self, code: str, echo: bool = False) -> str:
+    def block(self, code: str) -> str:
         """Run one block. Returns its error, or ""."""
         self.blocks += 1
-        name = f"<repl {self.blocks}>"  # of its own: a traceback finds the right source
+        name = f"<repl {self.blocks}>"  # a new name per block: tracebacks find its source
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-        error = self.attempt(self.run, code, name, True, "single" if echo else "exec")
+        error = self.attempt(self.execute, code, name)
         if os.getpid() != self.pid:  # the code forked, and this is the child
             os._exit(0)
         return self.attempt(self.look_at_answer) or error
 
-    def run(self, source: str, name: str, dont_inherit: bool, mode: str = "exec") -> None:
-        exec(compile(source, name, mode, dont_inherit=dont_inherit), self.namespace)
+    def execute(self, source: str, name: str) -> None:
+        # Annotations are not evaluated: the `from __future__` of this file holds here too.
+        exec(compile(source, name, "exec"), self.namespace)
 
     def attempt(self, function: Callable, *arguments: Any) -> str:
         """Call it. Returns the short traceback of what it raised, even SystemExit."""
@@ -263,11 +259,11 @@ class Worker:
     def look_at_answer(self) -> None:
         answer = self.namespace.get("answer")
         if isinstance(answer, dict) and answer.get("ready"):
-            self.FINAL(answer.get("content"))
+            self.builtins.FINAL(answer.get("content"))
 
     def draft(self) -> Any:
-        """What `answer` holds so far; None if that is nothing, or too large."""
-        with contextlib.suppress(BaseException):  # whatever the code has put there
+        """What answer["content"] holds so far. None if it is empty or too large."""
+        with contextlib.suppress(BaseException):  # the code may have put anything there
             value = json_value(self.namespace["answer"]["content"])
             if value != "" and len(json.dumps(value)) <= self.limits.answer_chars:
                 return value
@@ -280,7 +276,7 @@ class Worker:
         sys.setrecursionlimit(1000)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The kind of the next frame, and all of it."""
+        """The kind of the next frame, and the whole frame."""
         while (found := take_frame(self.inbox, self.limits.frame_mb)) is None:
             data = self.sock.recv(1 << 18)
             if not data:  # the server ended this REPL
@@ -289,16 +285,17 @@ class Worker:
         return found
 
     def done(self, error: str, **answer: Any) -> None:
-        """Send the result of the block, unless one was sent. A query of a thread that is
-        open ends first."""
+        """Send the result of the block, unless it was sent. Waits until a query that a
+        thread has sent is answered."""
         self.ending = True
-        with self.turn:
+        with self.lock:
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
                 self.open = False
 
-    def ask(self, kind: str, prompts: list, contexts: list | None) -> list:
+    def query(self, kind: str, prompts: list, contexts: list | None) -> list:
+        """Send a query and wait for its answers, one per prompt."""
         if not prompts:
             return []
         self.refuse_forks()
@@ -306,13 +303,14 @@ class Worker:
             contexts = [json_value(context) for context in contexts]
         query = [kind, [str(prompt) for prompt in prompts], contexts]
         data = frame(b"Q", query, self.limits.frame_mb)
-        with self.turn:
+        with self.lock:
             if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
             try:
                 self.sock.sendall(data)
                 _, data = self.receive()
-            except BaseException:  # of a signal handler: no query may get its answer
+            except BaseException:
+                # From a signal handler. The next query would get the answer to this one.
                 os._exit(1)
         return json.loads(data[HEADER.size:])
 
@@ -320,38 +318,45 @@ class Worker:
         if os.getpid() != self.pid:
             raise RuntimeError("a forked process can neither query nor answer")
 
-    # What the code sees. The docstrings are for `help`.
+
+class Builtins:
+    """The functions that the code finds in its namespace: every public method, with its
+    docstring for `help`. A new one is added here, and in the prompt (rlm.py)."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
 
     def FINAL(self, value: Any) -> None:
-        """End with `value` as the answer. What JSON cannot say becomes its str.
-
-        Raises TypeError for a generator."""
-        self.refuse_forks()
+        """End with `value` as the answer. What JSON cannot say becomes its str."""
+        worker = self.worker
+        worker.refuse_forks()
         value = json_value(value)
-        size = len(json.dumps(value))
-        if size > self.limits.answer_chars:
-            limit = f"the limit is {self.limits.answer_chars}"
-            raise ValueError(f"FINAL: the answer has {size} characters as JSON, {limit}")
-        self.done("", final=value, done=True)
+        size, most = len(json.dumps(value)), worker.limits.answer_chars
+        if size > most:
+            problem = f"the answer has {size} characters as JSON, the limit is {most}"
+            raise ValueError(f"FINAL: {problem}")
+        worker.done("", final=value, done=True)
         raise Final
 
     def FINAL_VAR(self, name: Any) -> None:
         """End with the value of the variable called `name` as the answer. A value that is
         no variable's name is the answer itself."""
+        variables = self.worker.namespace
         if not isinstance(name, str):
             self.FINAL(name)
-        if name in self.namespace:
-            self.FINAL(self.namespace[name])
-        if not name.isidentifier() or any(name is v for v in self.namespace.values()):
+        if name in variables:
+            self.FINAL(variables[name])
+        if not name.isidentifier() or any(name is v for v in variables.values()):
             self.FINAL(name)
         known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"
         raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: {known}")
 
     def SHOW_VARS(self) -> dict[str, str]:
         """The variables you have made: {name: type and size}."""
-        shown = {}
-        for name, value in list(self.namespace.items()):
-            if name.startswith("_") or name in self.reserved or value is self.answer:
+        worker, shown = self.worker, {}
+        for name, value in list(worker.namespace.items()):
+            made = name not in worker.reserved and value is not worker.answer
+            if name.startswith("_") or not made:
                 continue
             shown[name] = type(value).__name__
             if type(value) in (str, bytes, list, tuple, dict, set, frozenset):
@@ -361,16 +366,17 @@ class Worker:
 
     def llm_query(self, prompt: str) -> str:
         """Ask the model one question; it sees nothing but the prompt."""
-        return self.ask("llm", [prompt], None)[0]
+        return self.worker.query("llm", [prompt], None)[0]
 
     def llm_query_batched(self, prompts: list[str]) -> list[str]:
         """Ask the model many questions side by side; the answers come in order."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self.ask("llm", prompts, None)
+        return self.worker.query("llm", prompts, None)
 
     def rlm_query(self, prompt: str, context: Any = None) -> Any:
-        """Start a child with a REPL of its own; without a context it gets this one's."""
-        return self.ask("rlm", [prompt], None if context is None else [context])[0]
+        """Start a child with its own REPL; without a context it gets this one's."""
+        contexts = None if context is None else [context]
+        return self.worker.query("rlm", [prompt], contexts)[0]
 
     def rlm_query_batched(self, prompts: list | str, contexts: list | None = None,
                           context_list: list | None = None) -> list:
@@ -378,13 +384,17 @@ class Worker:
         `context_list` is another name for `contexts`, which published prompts use."""
         contexts = context_list if contexts is None else contexts
         if isinstance(contexts, (str, bytes, dict)):
-            raise TypeError("contexts must be a list with one context a prompt")
+            raise TypeError("contexts must be a list with one context per prompt")
         contexts = None if contexts is None else list(contexts)
         count = 1 if contexts is None else len(contexts)
         prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
         if contexts is not None and len(prompts) != count:
             raise ValueError(f"{len(prompts)} prompts but {count} contexts")
-        return self.ask("rlm", prompts, contexts)
+        return self.worker.query("rlm", prompts, contexts)
+
+
+FUNCTIONS = tuple(name for name in vars(Builtins) if not name.startswith("_"))
+BUILTINS = ("context", "answer", *FUNCTIONS)
 
 
 def short_traceback(error: BaseException) -> str:
@@ -400,68 +410,44 @@ def short_traceback(error: BaseException) -> str:
     return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
 
 
-# --- the prompt ---------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------
 
 
-def main() -> int:
-    """Sit in the REPL that a model's code runs in. A script that is piped in is one block.
-    Left out: a model that answers the queries (rlm.py has one)."""
-    import asyncio
-
-    from rlm import describe, read_context
+def main() -> None:
+    """Type code at a prompt. No model answers its queries; rlm.py has one."""
+    from rlm import read_context
     from runtime import flags
-    from tasks.in_repl import TOOLS, source
 
     parser = flags.parser("Sit in the REPL that the model sits in.")
     parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
     parser.add_argument("--sandbox", choices=("require", "auto", "off"), default="auto",
                         help="namespaces around it (default auto: where possible)")
     args = parser.parse_args()
-
-    with asyncio.Runner() as runner:
-        try:
-            context = read_context(args.files) if args.files else ""
-            repl = REPL(context, source(TOOLS), Limits(sandbox=args.sandbox))
-            runner.run(repl.start())
-        except (OSError, REPLError) as error:
-            sys.exit(f"repl.py: {error}")
-        if not sys.stdin.isatty():
-            result = runner.run(repl.execute(sys.stdin.read()))
-            show(result)
-            return int(bool(result.error))
-
-        names = (*BUILTINS[1:], *(tool.__name__ for tool in TOOLS))
-        print(f"{describe(context, 'full')}\nthere are: {', '.join(names)}\n"
-              "FINAL(value), Ctrl-D or Ctrl-C ends the session")
-        try:
-            while True:
-                result = runner.run(repl.execute(read_block(), echo=True))
-                show(result)
-                if result.done or result.died:
-                    return int(bool(result.died))
-        except (EOFError, KeyboardInterrupt):
-            return 0
+    try:
+        prompt(read_context(args.files) if args.files else "", args.sandbox)
+    except (OSError, REPLError) as error:
+        sys.exit(f"repl.py: {error}")
 
 
-def read_block() -> str:
-    """The lines of one statement. An empty line ends a compound one."""
-    import codeop
+def prompt(context: Any, sandbox: str) -> None:
+    """Read blocks and run them, until FINAL."""
+    import asyncio
 
-    lines = [input(">>> ")]
-    with contextlib.suppress(SyntaxError, ValueError, OverflowError):  # the REPL says so
-        while codeop.compile_command("\n".join(lines), "<repl>", "single") is None:
-            lines.append(input("... "))
-    return "\n".join(lines) + "\n"
+    from rlm import describe
+    from tasks.in_repl import TOOLS, source
 
-
-def show(result: Result) -> None:
-    if result.stdout:
-        print(result.stdout.removesuffix("\n"), flush=True)
-    if result.error:
-        print(result.error, file=sys.stderr)
+    names = ("answer", *FUNCTIONS, *(tool.__name__ for tool in TOOLS))
+    print(describe(context, "full"), "there are: " + ", ".join(names), sep="\n")
+    print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
+    repl, result = REPL(context, source(TOOLS), Limits(sandbox=sandbox)), Result()
+    with asyncio.Runner() as runner, contextlib.suppress(EOFError, KeyboardInterrupt):
+        while not (result.done or result.died):
+            lines = iter(lambda: input(">>> "), "")
+            result = runner.run(repl.execute("\n".join(lines)))
+            print(result.stdout + result.error)
     if result.done:
         print(result.final)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,7 +27,6 @@ Source: Recursive Language Models (arXiv 2512.24601). There an answer may also b
 prose, as FINAL(...). Here only a call inside the REPL counts.
 """
 import asyncio
-import contextlib
 import inspect
 import json
 import math
@@ -224,8 +223,7 @@ class _Tree:
                 node.answer, node.end = spoken(completion.text), "text"
             return
 
-        repl = REPL(context, source(self.tools), self.config.limits)
-        async with contextlib.aclosing(repl):  # `act` starts it, once there is code
+        async with REPL(context, source(self.tools), self.config.limits) as repl:
             for turn in range(self.config.max_turns):
                 completion = await self.sample(node, turn)
                 if completion is None:
@@ -270,7 +268,6 @@ class _Tree:
         if not blocks:
             node.errors.append(turn)
             return "", " ".join([NO_BLOCK, *hints])
-        await repl.start()
         printed, notes = [], hints
         room = self.config.limits.output_chars  # for all blocks of a message
         for code in blocks:

@@ -1,9 +1,9 @@
-"""The process that forks REPL workers, and the client's way to it.
+"""The server: a small process that forks the REPL workers, and the client's way to it.
 
-`Handle` is the client's end: it starts this file as a program when a REPL is first asked
-for, and hands over one socket per REPL. `Server` is that program's loop. It forks a worker
-per REPL (`Slot`), relays frames between worker and client (`Channel`), their JSON unread,
-keeps each REPL's clock, and ends a REPL that overruns it or sends something out of turn.
+`Handle` is the client's end: it starts the server when a REPL first asks for it, and hands
+over one socket per REPL. `Server` is the loop of the process. It forks a worker per REPL
+(`Slot`) and relays frames between worker and client (`Channel`) without reading their JSON.
+It keeps the clock of each REPL, and ends a REPL that overruns it or breaks the protocol.
 Left out: the frames (frames.py), and what a worker is kept from (sandbox.py).
 """
 
@@ -27,14 +27,14 @@ from typing import Any
 from runtime.frames import frame, take_frame
 from runtime.sandbox import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
 
-# What model code likes to import is imported once, before the forks. Each library makes
-# every fork dearer, so asyncio and hashlib (which loads OpenSSL) are not here.
+# What model code often imports is imported once, before the forks. Each library slows down
+# every fork, so asyncio and hashlib (which loads OpenSSL) are not here.
 PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "random re statistics string textwrap unicodedata"
 ).split()
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OTHERS = 256  # descriptors of a process that are no REPL's, at most
+OTHERS = 256  # descriptors of a process that do not belong to REPLs, at most
 
 
 class REPLError(RuntimeError):
@@ -45,10 +45,10 @@ class REPLError(RuntimeError):
 
 
 def trees_at_once(nodes: int) -> int:
-    """How many trees of so many nodes may be open at once, for the limit of open files.
+    """How many trees of at most `nodes` nodes the limit of open files allows at once.
 
-    A REPL takes two descriptors in the server. A parent that waits for a child keeps its
-    REPL. So trees are counted, not REPLs: each one that has begun can end."""
+    A REPL takes two descriptors in the server, and a parent keeps its REPL while it waits
+    for a child. Trees are counted, not REPLs, so that every tree that began can end."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
     return max(1, (min(DESCRIPTORS, hard) - OTHERS) // 2 // nodes)
 
@@ -58,11 +58,11 @@ class Handle:
 
     current: Handle | None = None
 
-    def __init__(self, sandbox: str):
-        import subprocess  # here and below, as the server and its forks do without them
+    def __init__(self, sandbox: str, program: str):
+        import subprocess  # here and below: the server and its forks do without them
         import tempfile
 
-        # A REPL takes a descriptor here, too.
+        # In the client a REPL takes one descriptor.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(DESCRIPTORS, hard % 2**64)  # -1 is infinity
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -74,31 +74,28 @@ class Handle:
         arguments = json.dumps([theirs.fileno(), sandbox, self.base])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8",
                        "HOME": self.base, "TMPDIR": self.base}
-        # -E and -s: nothing of the user's settings and packages.
-        command = [sys.executable, "-E", "-s", "-m", "runtime.repl_server", arguments]
+        # -E and -s: without the user's settings and packages
+        command = [sys.executable, "-E", "-s", "-c", program, arguments]
         with theirs:
             self.process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )
 
-    @classmethod
-    def request(cls, sock: socket.socket, limits: Limits) -> None:
-        """Hand `sock` to the server, which gives it a worker. A dead server is replaced.
-
-        Raises OSError.
-        """
-        if cls.current and cls.current.sandbox != limits.sandbox:
-            cls.stop()
+    def send(self, sock: socket.socket, limits: Limits) -> None:
         request = json.dumps(asdict(limits)).encode()
-        if cls.current:
-            try:
-                socket.send_fds(cls.current.control, [request], [sock.fileno()])
-                return
-            except OSError:
-                cls.stop()
-        cls.current = cls(limits.sandbox)
-        socket.send_fds(cls.current.control, [request], [sock.fileno()])
+        socket.send_fds(self.control, [request], [sock.fileno()])
+
+    @classmethod
+    def request(cls, sock: socket.socket, limits: Limits, program: str) -> None:
+        """Hand `sock` to the server, which gives it a worker. `program` is the Python of
+        the server; a dead server is replaced. Raises OSError."""
+        if cls.current and cls.current.sandbox == limits.sandbox:
+            with contextlib.suppress(OSError):
+                return cls.current.send(sock, limits)
+        cls.stop()
+        cls.current = cls(limits.sandbox, program)
+        cls.current.send(sock, limits)
 
     @classmethod
     def stop(cls) -> None:
@@ -122,7 +119,7 @@ atexit.register(Handle.stop)
 
 
 class Channel:
-    """One non-blocking socket of the server, and what is not read or written in full."""
+    """A non-blocking socket of the server, with the bytes that still wait on its way."""
 
     def __init__(self, selector: Any, sock: socket.socket, handler: Callable, slot: Slot):
         sock.setblocking(False)
@@ -138,7 +135,7 @@ class Channel:
             self.handler(self.slot)
 
     def read(self) -> None:
-        """One recv, into the inbox. Raises OSError; EOFError at the end."""
+        """One recv into the inbox. Raises OSError, and EOFError when the socket ended."""
         data = self.sock.recv(1 << 18)
         if not data:
             raise EOFError
@@ -152,7 +149,7 @@ class Channel:
                 del self.outbox[: self.sock.send(self.outbox)]
         except BlockingIOError:
             pass
-        except OSError:  # the other side is gone: reading will find out
+        except OSError:  # the other side is gone: the next read will tell
             self.outbox.clear()
         writing = selectors.EVENT_WRITE if self.outbox else 0
         if self.open:
@@ -168,7 +165,7 @@ class Channel:
 
 @dataclass(eq=False)
 class Slot:
-    """One REPL in the server: its two channels, its worker, its clock."""
+    """A REPL in the server: its two channels, its worker, its clock."""
 
     limits: Limits
     client: Channel | None = None
@@ -176,16 +173,12 @@ class Slot:
     pid: int = 0  # 0: no process, or none any more
     directory: str = ""  # only without namespaces
     state: str = "idle"  # running, asking, idle or dead
-    # Seconds left on the clock while it stands still; at first, for context and tools.
-    left: float = 60.0
-    deadline: float = 0.0  # when the clock ends while it runs
+    left: float = 60.0  # seconds, while the clock stands; the first are for the start
+    deadline: float = 0.0  # while the clock runs
 
 
 class Server:
-    """Forks workers, relays frames, ends what overruns. Never waits for a single REPL.
-
-    A fork runs `worker(sock, limits).loop()`.
-    """
+    """Forks workers, which run `worker(sock, limits).loop()`. Never waits for one REPL."""
 
     def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
         self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
@@ -218,7 +211,7 @@ class Server:
         request, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
         if not request:
             self.shut_down()
-        if not descriptors:  # we have too many: the kernel closed it, the client sees that
+        if not descriptors:  # too many are open: the kernel closed it, the client sees this
             return
         slot = Slot(Limits(**json.loads(request)))
         client = socket.socket(fileno=descriptors[0])
@@ -234,7 +227,7 @@ class Server:
             self.kill(slot)
         while self.workers:
             self.reap(0)
-        with contextlib.suppress(OSError):  # in a root of its own there is nothing to do
+        with contextlib.suppress(OSError):  # there is no rm in the root of namespaces
             os.execvp("rm", ["rm", "-rf", self.base])
         os._exit(0)
 
@@ -257,7 +250,7 @@ class Server:
     def work(self, slot: Slot, sock: socket.socket) -> None:
         """The life of a worker. It never returns into the server's loop."""
         try:
-            for other in self.workers.values():  # this worker may not see their frames
+            for other in self.workers.values():  # their frames are not for this worker
                 for channel in (other.client, other.worker):
                     channel.inbox = channel.outbox = b""
             signal.set_wakeup_fd(-1)
@@ -265,7 +258,7 @@ class Server:
             number, keep = self.forks % REPLS, sock.fileno()
             self.sandbox.confine(number, slot.limits, slot.directory, keep)
             self.worker(sock, slot.limits).loop()
-        except OSError as error:  # not of the code, which cannot write to this stderr
+        except OSError as error:  # the code itself cannot write to this stderr
             print(f"repl.py: a REPL cannot be isolated: {error}", file=sys.stderr)
         finally:
             os._exit(1)
@@ -273,11 +266,11 @@ class Server:
     # Relaying frames
 
     def from_client(self, slot: Slot) -> None:
-        """Read once, and pass it on as it comes: a large context is never held in full.
-        The first bytes of a frame start the clock; the rest comes while it runs."""
+        """Read once and pass the bytes on: a large context is never held in full. The
+        first bytes of a frame start the clock."""
         try:
             slot.client.read()
-        except (EOFError, OSError):  # closed: nobody is left to hear why
+        except (EOFError, OSError):  # the client closed it
             slot.state = "dead"
             self.kill(slot)
             slot.client.close()
@@ -291,7 +284,7 @@ class Server:
         slot.worker.write(data)
 
     def from_worker(self, slot: Slot) -> bool:
-        """Read once; False at the end. A forged frame ends its own REPL at most."""
+        """Read once; False when the socket ended. A forged frame ends only its own REPL."""
         try:
             slot.worker.read()
             most = slot.limits.frame_mb
@@ -304,14 +297,14 @@ class Server:
                 if kind == b"D":
                     self.tell_time(slot)
                 slot.client.write(data)
-        except (EOFError, OSError):  # `reap` says how it died; make sure that it does
+        except (EOFError, OSError):  # make sure that it dies; `reap` tells the client
             self.kill(slot)
         except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open
 
     def tell_time(self, slot: Slot) -> None:
-        """Tell the client how long the block ran. After a start nobody asks."""
+        """Tell the client how long the block ran, and reset its clock."""
         seconds = max(0.0, slot.limits.seconds - slot.left)
         slot.left = slot.limits.seconds
         slot.client.write(frame(b"T", seconds, slot.limits.frame_mb))
@@ -358,18 +351,16 @@ class Server:
                 self.end(slot, "crash", f"ProcessError: {error}")
 
 
-def main() -> None:
-    """The server's process. `Handle` starts it, in the repository's directory."""
-    # Here, not above: as a library, runtime knows nothing of the top level.
-    from repl import Worker
-
+def main(worker: type) -> None:
+    """The server's process. `Handle` starts it in the repository's directory."""
     control, sandbox, base = json.loads(sys.argv[1])
     call("prctl", SET_NAME, b"repl-server", 0, 0, 0)  # what ps and top show
 
-    # A block finds what it finds in any Python: nothing of the repository can be imported.
+    # Model code cannot import anything of the repository.
     del sys.path[0]
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("repl", "runtime"):
+            del sys.modules[name]
     os.chdir(base)
     for name in PRELOAD:
         __import__(name)
@@ -380,12 +371,8 @@ def main() -> None:
         if sandbox == "require":
             sys.exit(1)
     chosen.enter()
-    server = Server(socket.socket(fileno=control), chosen, base, Worker)
+    server = Server(socket.socket(fileno=control), chosen, base, worker)
     chosen.build(base)
     gc.collect()
     gc.freeze()  # later collections do not touch the pages that the workers share
     server.loop()
-
-
-if __name__ == "__main__":
-    main()

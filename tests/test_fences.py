@@ -66,10 +66,7 @@ def test_the_top_level_knows_only_what_lies_below_it(name, allowed):
     ("tasks", {"tasks", "runtime", "tree"}), ("runtime", {"runtime", "tree"})])
 def test_folders_know_nothing_of_the_top_level_but_tree(folder, allowed):
     for path in (ROOT / folder).glob("*.py"):
-        inside = imports(path)
-        if path.name == "repl_server.py":  # its main() gets the worker, which is repl.py's
-            inside -= {"repl"}
-        assert rooms(inside) <= allowed, path.name
+        assert rooms(imports(path)) <= allowed, path.name
 
 
 def test_nothing_but_four_programs_imports_the_lab_and_they_where_they_use_it():

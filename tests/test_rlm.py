@@ -375,9 +375,9 @@ def test_an_error_is_shown_however_much_was_printed(tiny, window):
     ("x = 1", "turns"), ("while True: pass", "timeout"),
     ("import os; os._exit(3)", "crash"),
     # What an explorer may find: the worker's own way to answer, with words of its own.
-    ("FINAL.__self__.done('', died='\\x1b[2Jsomething')", "protocol"),
-    ("w = FINAL.__self__\nw.sock.sendall(b'\\0\\0\\0\\2D{}')", None),
-    ("w = FINAL.__self__\nw.sock.sendall(b'\\0\\0\\0\\2Z{}')", "protocol")])
+    ("FINAL.__self__.worker.done('', died='\\x1b[2Jsomething')", "protocol"),
+    ("w = FINAL.__self__.worker\nw.sock.sendall(b'\\0\\0\\0\\2D{}')", None),
+    ("w = FINAL.__self__.worker\nw.sock.sendall(b'\\0\\0\\0\\2Z{}')", "protocol")])
 def test_what_befalls_the_repl_ends_the_node_not_the_tree(code, end):
     root = run({(): block("FINAL([rlm_query('q', 1), 7])"), "*": [block(code)] * 2},
                limits=Limits(seconds=1.0 if end == "timeout" else 30.0), max_turns=2)
