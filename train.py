@@ -23,13 +23,16 @@ import os
 import random
 import statistics
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 
 import runtime.threads  # before torch: it says how torch's threads wait
 
 import torch
+from torch.optim import AdamW
 from tqdm import tqdm, trange
 
 import eval as evaluation
@@ -40,56 +43,21 @@ from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, metrics, packing, parallel, plan, report
-from runtime.device import DEVICE, TYPES, compute_dtype, give_back_memory
-from runtime.files import readable, write_text
-from runtime.flags import flag, parse
-from runtime.metrics import Stats
+from runtime import checkpoint, handed_in, packing, parallel, plan, settings
+from runtime.device import DEVICE, TYPES, give_back_memory
+from runtime.files import readable
+from runtime.flags import parse
+from runtime.metrics import Clock, Stats, shares
 from runtime.parallel import World, full_tensor
-from runtime.run import Run, RunConfig, flags_of_run, resuming
+from runtime.plan import Plan
+from runtime.run import Run, Start, flags_of_run, resuming
+from runtime.settings import RunConfig, UpdateConfig, WarmupConfig
 from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.questions import Questions
+from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
-from tree import Node, Rollout, Unscored, read_rollouts, render
-
-
-AS_SUITS = -1  # of flags whose default depends on the checkpoint; see Suits
-SUITS = "; -1: as suits the checkpoint"
-
-
-@dataclass(frozen=True)
-class WarmupConfig:
-    """The supervised steps before GRPO."""
-    warmup: str = flag(
-        "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
-            "scripts for a model that is made, nothing with --model", common=True)
-    warmup_steps: int = flag(
-        AS_SUITS, "supervised steps before GRPO; 0: none" + SUITS, AS_SUITS)
-    warmup_trees: int = flag(
-        AS_SUITS, "scripted trees that are run once and reused" + SUITS, AS_SUITS)
-    warmup_lr: float = flag(
-        float(AS_SUITS), "peak learning rate of the warm-up" + SUITS, AS_SUITS)
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """What a step of GRPO samples, and how it updates."""
-    steps: int = flag(
-        AS_SUITS, "GRPO steps; fewer, if ten in a row had nothing to learn from" + SUITS,
-        AS_SUITS, common=True)
-    tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
-    questions: int = flag(8, "questions per step", 1, common=True)
-    group: int = flag(
-        8, "trees per question; their mean reward is the baseline", 2, common=True)
-    lr: float = flag(
-        float(AS_SUITS), "peak rate, falls linearly to a tenth" + SUITS, AS_SUITS,
-        common=True)
-    lora_rank: int = flag(
-        0, "train adapters of this rank in GRPO; 0: all weights", common=True)
-    dtype: str = flag(
-        "auto", "what layers compute in; auto: bfloat16 on a GPU, and for weights of 16 "
-                "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
+from tree import Rollout, Unscored
 
 
 @dataclass(frozen=True)
@@ -117,26 +85,7 @@ TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_n
                      limits=Limits(seconds=5.0, output_chars=200))
 
 
-@dataclass(frozen=True)
-class Suits:
-    """What suits a checkpoint, where no flag says otherwise."""
-    warmup_steps: int
-    warmup_trees: int
-    warmup_rows: int  # nodes per supervised step
-    warmup_lr: float
-    steps: int
-    lr: float
-    more: float  # adapters learn at so many times the rate of all weights
-    max_norm: float  # gradients are clipped to this
-
-
-# A model made from nothing. Clipping at 1.0, a rare large gradient undid its steps.
-SCRATCH = Suits(450, 1024, 32, 3e-3, 50, 7e-4, 4.0, 0.2)
-# A pretrained one: the rates of published runs.
-PRETRAINED = Suits(60, 128, 8, 1e-5, 100, 1e-6, 20.0, 1.0)
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
-SHOW_EVERY = 25  # steps between printed trees
-REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
@@ -151,7 +100,7 @@ def main() -> None:
         if config.plan:
             print(planned(config, world))
             return
-        Trainer(config, world).train()
+        train(config, world)
         world.close()
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
             Unscored) as error:
@@ -166,432 +115,304 @@ def main() -> None:
         sys.exit(128 + getattr(stopped, "number", 2))  # 2 is Ctrl-C
 
 
-class Trainer:
-    """One run: its questions, its model, its sampler. `train` does everything in order."""
+def train(config: Config, world: World) -> None:
+    """One run: what it needs, then the warm-up and GRPO, with an evaluation after each."""
+    # What the user gave is read first: a typo must leave no directory.
+    have = plan.memory(world)
+    config = settings.settle(config, rlm.load_config(config.model))
+    objective = objective_of(config)
+    score = handed_in.load(config.reward, "score") if config.reward else tasks.reward
+    questions = Questions(tasks.load(config.task), config.data, config.seed, config.heldout)
+    run = Run(config, world)
+    start = run.start(lambda path: make_tiny(path, config, questions))
+    in_grpo = run.state.phase == "grpo"
 
-    def __init__(self, config: Config, world: World):
-        have = plan.memory(world)
-        self.config = config = settle(config)
-        self.world = world
-        self.run = run = Run(self, config, world)
-        self.trees: list[Rollout] = []  # of the last step
-        self.credit: dict[Node, grpo.Credit] = {}  # of their nodes
-        self.reported = time.monotonic()
+    tokenizer = Tokenizer.from_pretrained(start.source)
+    shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
+    rlm_config = rlm.load_config(
+        start.source, shape.max_position_embeddings, config.sandbox)
+    if config.method != "saved":
+        rlm_config = evaluation.rlm_config(config.method, rlm_config)
+    wanted = plan.of_run(config, shape, rlm_config.window, have)
+    memory = wanted.fitted(world.size)
+    rlm_config = replace(rlm_config, window=memory.window)
+    if memory != wanted:
+        print(memory.table(wanted))
+    print(settings.opening(config, rlm_config), resuming(config, world), sep="\n")
+    if not memory.fits(world.size):
+        raise ValueError(f"the run does not fit into {readable(have)} of memory; see what "
+                         "--plan prints")
 
-        # What the user gave is read first: a typo must leave no directory.
-        self.reward = tasks.reward
-        if config.reward:
-            self.reward = handed_in.load(config.reward, "score")
-        self.objective = grpo.credit
-        if handed_in.is_path(config.objective):
-            self.objective = handed_in.load(config.objective, "credit")
-        elif config.objective != "grpo":
-            self.objective = objective_of_ours(config.objective)
-            self.objective([], config)  # dpo refuses switches of the loss
-        grpo.check_switches(self.objective, config)
-        kind = tasks.load(config.task)
-        scripts = hasattr(kind, "demonstrate") or hasattr(kind, "oracle")
-        if config.warmup_steps and config.warmup in ("", "scripts") and not scripts:
-            raise ValueError(f"the task {config.task} has no scripts to warm up on: give "
-                             "--warmup FILE or --warmup-steps 0")
-        self.questions = Questions(kind, config.data, config.seed, config.heldout)
-        start = run.find_start() if world.rank == 0 else None
-        if start and not start.weights:
-            tiny = make_tiny(run.path("init"), config, self.questions)
-            start = replace(start, weights=tiny)
-        start = world.gather(start)[0]
-        in_grpo = start.state["phase"] == "grpo"
-        warms_up = not in_grpo and config.warmup_steps > 0
-        # Adapters beside random weights learn nothing: such a warm-up trains all of them.
-        adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
+    trees = []
+    if not in_grpo and config.warmup_steps:
+        trees = warm_up_trees(config, questions, tokenizer, rlm_config)
+    # Adapters beside random weights learn nothing: such a warm-up trains all of them.
+    adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
+    model, optimizer = load(start, config, memory, adapters)
+    run.open(tokenizer, rlm_config)
 
-        shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
-        source = start.checkpoint or start.weights  # where tokenizer and rlm.json are
-        self.tokenizer = Tokenizer.from_pretrained(source)
-        self.rlm = rlm.load_config(source, shape.max_position_embeddings, config.sandbox)
-        if config.method != "saved":
-            self.rlm = evaluation.rlm_config(config.method, self.rlm)
-        self.teacher = None
-        if config.warmup not in ("", "scripts") and warms_up:
-            self.teacher = teacher_trees(config.warmup, self.tokenizer)
-        self.suits = SCRATCH if self.rlm.scratch else PRETRAINED
-        self.dtype = TYPES[config.dtype]
+    with run.stop:
+        try:
+            if not in_grpo:
+                warm_up(config, run, memory, model, optimizer, trees)
+                warm = save_warm_up(config, run, model)
+                model = optimizer = None  # they are freed before others are read
+                model, optimizer = load(warm, config, memory, config.lora_rank > 0)
+                run.save_checkpoint(model, optimizer)
+            sampler = make_sampler(config, memory, model, world)
+            collect = partial(collect_trees, run, model, sampler, score)
+            if "heldout_warmup" not in run.state.results:
+                evaluate(run, collect, "heldout_warmup", questions.heldout)
+            grpo_loop(config, run, memory, model, optimizer, objective, questions, collect,
+                      Clock(sampler.stats))
+            run.save_checkpoint(model, optimizer)
+            run.save_model(model, "final")
+            evaluate(run, collect, "heldout_final", questions.heldout)
+            for name, longer in questions.longer.items():
+                evaluate(run, collect, name, longer)
+        except Stopped:
+            run.save_checkpoint(model, optimizer)
+            world.gather(None)  # where one rank ends, torchrun ends all
+            raise
+    run.finish()
+    if run.state.silent == run.state.step > 0:
+        raise ValueError(NOTHING_LEARNT)
 
-        wanted = plan.of_run(config, shape, self.rlm.window, have)
-        self.plan = wanted.fitted(world.size)
-        self.rlm = replace(self.rlm, window=self.plan.window)
-        if self.plan != wanted:
-            print(self.plan.table(wanted))
-        print(self.opening())
-        if not self.plan.fits(world.size):
-            raise ValueError(f"the run does not fit into {readable(have)} of memory; see "
-                             "what --plan prints")
 
-        self.load(start.weights, adapters)
-        if start.adapter:
-            self.model.load_adapter(start.adapter)
-        if start.optimizer:
-            checkpoint.load_optimizer(self.model, self.optimizer, start.optimizer)
-        run.open(start)
+# ------------------------------------------------------------------------------------------
+# The warm-up
 
-    def opening(self) -> str:
-        """What the run begins with and why, for people."""
-        config, limits = self.config, self.rlm
-        kind = "made from nothing" if limits.scratch else "pretrained"
-        trained = "all weights"
-        if config.lora_rank:
-            trained = f"adapters of rank {config.lora_rank}"
-        return (f"a model {kind}, in {config.dtype} on {DEVICE}; {limits.style} prompts, a "
-                f"window of {limits.window:,} tokens\n"
-                f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then "
-                f"GRPO, {config.steps} steps on {trained} at {config.lr:g}\n"
-                f"Ctrl-C keeps what is done, and this continues: "
-                f"{resuming(config, self.world)}")
+def warm_up(config: Config, run: Run, memory: Plan, model: Qwen3,
+            optimizer: AdamW, trees: list[Rollout]) -> None:
+    """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
+    state, steps = run.state, config.warmup_steps
+    nodes = [node for tree in trees for node in tree.root.walk()
+             if node.sampled and len(node.ids) <= memory.window]
+    bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
+                 disable=None)
+    for step in bar:
+        rng = random.Random(f"{config.seed} warmup rows {step}")
+        batch = rng.choices(nodes, k=settings.defaults(run.rlm_config).warmup_rows)
+        rows = [Row(node.ids, node.mask, [], [], 1) for node in batch]
+        tokens = sum(node.sampled for node in batch)
+        total = 0.0
+        for pack in packing.packs(rows, memory, run.world, DEVICE):
+            logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+            loss = -logprobs.sum() / tokens
+            (loss * run.world.size).backward()  # FSDP averages over the ranks
+            total += loss.item()
+        total = sum(run.world.gather(total))
 
-    def load(self, path: str, adapters: bool) -> None:
-        """The weights of a directory, this rank's share of them, and a fresh optimizer."""
-        config = self.config
+        rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
+        lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
+        optimizer_step(run, model, optimizer, lr, total)
+        state.step += 1
 
-        def prepare(model: Qwen3) -> None:
-            if adapters:
-                model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
-            parallel.shard(model, self.dtype)
+        last = state.step == steps
+        if step % 10 == 0 or last:
+            bar.set_postfix(loss=f"{total:.3f}")
+            run.log({"phase": "warmup", "step": state.step, "loss": total})
+        if state.step % 100 == 0 or last:
+            bar.write(f"warm-up {state.step:4}/{steps} | loss {total:.3f} | "
+                      f"{run.elapsed():.0f} s", file=sys.stdout)
+        run.maybe_save(model, optimizer, every=1 if last else 100)
 
-        self.model = self.optimizer = None
-        gc.collect()  # the weights before are in reference cycles
-        dtype = self.dtype if adapters else torch.float32
-        self.model = Qwen3.from_pretrained(path, dtype, DEVICE, prepare)
-        self.model.recompute = self.plan.recompute
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        # Fused: the other kinds hold temporary copies of all weights.
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
-    def train(self) -> None:
-        """Warm-up, GRPO, and what is measured before and after."""
-        run = self.run
-        with run.stop:
-            try:
-                self.learn()
-            except Stopped:
-                run.save_checkpoint()
-                self.world.gather(None)  # where one rank ends, torchrun ends all
-                raise
-        self.report()
-        if self.world.rank == 0:
-            run.save_result()
-            print(f"done in {run.elapsed():.0f} s: {run.path('final')}")
-        self.world.gather(None)  # rank 0 has written all
-        if run.state["skipped"] == run.state["step"] > 0:
-            raise ValueError(NOTHING_LEARNT)
+def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
+                  rlm_config: RLMConfig) -> list[Rollout]:
+    """What the warm-up imitates: trees of scripts, or those of a file."""
+    if config.warmup not in ("", "scripts"):
+        return saved_trees(config.warmup, tokenizer)
+    suits = settings.defaults(rlm_config)
+    count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
+    asked = [tasks.playable(questions.draw("warmup", i),
+                            random.Random(f"{config.seed} warmup {i}"))
+             for i in range(count)]
+    trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
+    trees = [tree for tree in trees if not tree.failed]
+    nodes = [node for tree in trees for node in tree.root.walk()]
+    reward = statistics.fmean(tree.reward for tree in trees)
+    print(f"warm-up: {len(trees)} scripted trees of {len(nodes)} nodes, mean reward "
+          f"{reward:.3f}; nodes ended with {shares(Counter(node.end for node in nodes))}")
+    return trees
 
-    def learn(self) -> None:
-        """All that a signal can stop. Raises Stopped where everything can be saved."""
-        run = self.run
-        if run.state["phase"] == "warmup":
-            self.warm_up()
-            self.end_warm_up()
-        self.make_sampler()
-        if "heldout_warmup" not in run.state["results"]:
-            self.evaluate("heldout_warmup", self.questions.heldout)
-        self.reinforce()
-        run.save_checkpoint()
-        run.save_model("final")
 
-        self.evaluate("heldout_final", self.questions.heldout)
-        for name, questions in self.questions.longer.items():
-            self.evaluate(name, questions)
+def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
+                   rlm_config: RLMConfig, seed: int | str) -> list[Rollout]:
+    """One tree per question, grown by the code that also grows sampled ones, in real
+    REPLs. If a tree may have one node only, its scripts call nobody."""
+    policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
+    with tqdm(total=len(asked), desc="scripts", leave=False, disable=None) as bar:
+        return asyncio.run(rlm.collect(asked, policy, tokenizer, rlm_config, at_once=32,
+                                       on_done=lambda _: bar.update()))
 
-    # --- the warm-up ----------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Supervised steps on the assistant's turns of scripted or saved trees."""
-        config, run = self.config, self.run
-        if not config.warmup_steps:
-            return
-        trees = self.teacher
-        if trees is None:
-            asked = [tasks.playable(self.questions.draw("warmup", i),
-                                    random.Random(f"{config.seed} warmup {i}"))
-                     for i in range(config.warmup_trees)]
-            trees = demonstrations(asked, self.tokenizer, self.rlm, config.seed)
-        trees = [tree for tree in trees if not tree.failed]
-        nodes = [node for tree in trees for node in tree.root.walk()
-                 if node.sampled and len(node.ids) <= self.rlm.window]
-        reward = sum(tree.reward for tree in trees) / len(trees)
-        print(f"warm-up: {len(trees)} trees, {len(nodes)} nodes, mean reward {reward:.3f}")
-        first, steps = run.state["step"], config.warmup_steps
-        bar = trange(first, steps, initial=first, total=steps, desc="warm-up", disable=None)
-        for step in bar:
-            rng = random.Random(f"{config.seed} warmup rows {step}")
-            batch = rng.choices(nodes, k=self.suits.warmup_rows)
-            tokens = sum(node.sampled for node in batch)
-            loss = 0.0
-            for pack in self.packs([Row(node.ids, node.mask, [], [], 1) for node in batch]):
-                logprobs, _ = self.model.logprobs(
+def save_warm_up(config: Config, run: Run, model: Qwen3) -> Start:
+    """Keep the weights as OUT/warmup, from where GRPO starts with a fresh optimizer."""
+    dtype = TYPES[config.dtype] if config.lora_rank else torch.float32
+    path = run.save_model(model, "warmup", dtype)
+    run.state.phase, run.state.step = "grpo", 0
+    return Start(path, run.state)
+
+
+# ------------------------------------------------------------------------------------------
+# GRPO
+
+def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
+              optimizer: AdamW, objective: Callable, questions: Questions,
+              collect: Callable, clock: Clock) -> None:
+    """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
+    state = run.state
+    reference = reference_of(config, run)
+    while progress(config, run) < 1 and state.silent < PATIENCE:
+        # Sample trees with the weights as they are now, and score their roots.
+        clock.start()
+        numbers = range(state.step * config.questions, (state.step + 1) * config.questions)
+        asked = [questions.draw("grpo", i) for i in numbers]
+        grow = getattr(objective, "collect", rlm.collect)
+        rollouts = collect(asked, (config.seed, state.step), "trees", config.group, grow)
+        clock.sampled()
+
+        # Every node gets the advantage of its root, and becomes one row.
+        credit = objective(rollouts, config)
+        rows = grpo.make_rows(rollouts, credit, config)
+        packs = packing.packs(rows, memory, run.world, DEVICE)
+        add_log_probabilities(packs, config, model, reference)
+
+        # Each update is one optimizer step over all rows; without any row there is none.
+        norm, stats = 0.0, Stats()
+        for _ in range(config.updates if rows else 0):
+            stats = Stats()
+            for pack in packs:
+                logprobs, entropy = model.logprobs(
                     pack["ids"], pack["mask"], pack["lengths"])
-                part = -logprobs.sum() / tokens
-                self.backward(part)
-                loss += part.item()
-            loss = sum(self.world.gather(loss))
+                loss, watched = policy_loss(logprobs, entropy, pack, config)
+                (loss * run.world.size).backward()  # FSDP averages over the ranks
+                stats += Stats.of(loss, watched, pack["depths"])
+            stats = sum(run.world.gather(stats), Stats())
+            lr = learning_rate(config, run)
+            norm = optimizer_step(run, model, optimizer, lr, stats.loss)
 
-            rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
-            cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
-            lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
-            self.optimizer_step(lr, loss)
-            run.state["step"] = step + 1
-            last = step + 1 == steps
-            if step % 10 == 0 or last:
-                bar.set_postfix(loss=f"{loss:.3f}")
-                run.log({"phase": "warmup", "step": step + 1, "loss": loss})
-            if (step + 1) % 100 == 0 or last:
-                bar.write(f"warm-up {step + 1:4}/{steps} | loss {loss:.3f} | "
-                          f"{run.elapsed():.0f} s", file=sys.stdout)
-            run.maybe_save(every=1 if last else 100)
+        # Log, evaluate, save.
+        state.step += 1
+        state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
+        state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
+        run.log_step(rollouts, credit, rows, {
+            **stats.metrics(), "grad_norm": norm, **clock.seconds()})
+        if config.eval_every and state.step % config.eval_every == 0:
+            evaluate(run, collect, "heldout_now", questions.heldout)
+        run.maybe_save(model, optimizer)
+        give_back_memory()
+    if state.silent == PATIENCE:
+        print(f"stopped after step {state.step}: in the last {PATIENCE} steps no node had "
+              "an advantage")
 
-    def end_warm_up(self) -> None:
-        """Keep the weights as OUT/warmup. Go on from there with a fresh optimizer, and with
-        adapters if they are wanted."""
-        lora = self.config.lora_rank > 0
-        path = self.run.save_model("warmup", self.dtype if lora else torch.float32)
-        self.load(path, adapters=lora)
-        self.run.state.update(phase="grpo", step=0)
-        self.run.save_checkpoint()
 
-    # --- GRPO -----------------------------------------------------------------------------
+def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
+                  asked: list[tasks.Task], key: tuple, label: str, group: int = 1,
+                  grow: Callable = rlm.collect) -> list[Rollout]:
+    """`group` trees per question, with the weights as they are now. Each rank samples those
+    of its share of the questions, then all ranks get all trees."""
+    sampler.load(model)
+    policy = rlm.local_policy(sampler, run.tokenizer)
+    trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
+    mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
+    with tqdm(total=len(mine), desc=label, leave=False, disable=None) as bar:
+        rollouts = run.stop.run(grow(
+            [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
+            [trees[n][1] for n in mine], numbers=mine, on_done=lambda _: bar.update(),
+            score=score))
+    # Every rank knows the questions, so only the trees are exchanged.
+    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts or [])}
+    grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
+    return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
-    def make_sampler(self) -> None:
-        """Rollouts are sampled with the weights as they are at the start of a step. A copy
-        with merged adapters is faster than the adapters beside the weights."""
-        lora = self.config.lora_rank > 0
-        cache = self.plan.need(self.world.size)["KV cache"]
-        self.sampler = Sampler(self.model, memory=cache, batch=plan.MOST_WINDOWS,
-                               window=self.rlm.window, dtype=self.dtype,
-                               copy=lora and not self.plan.apart)
-        self.policy = rlm.local_policy(self.sampler, self.tokenizer)
-        # With adapters the reference of a KL term is the model with its adapters off.
-        self.reference = None
-        if self.config.kl and not lora:
-            self.reference = Qwen3.from_pretrained(
-                self.run.path("warmup"), self.dtype, DEVICE)
-            self.reference.requires_grad_(False)
 
-    def reinforce(self) -> None:
-        """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn
-        from."""
-        config, run, world, model = self.config, self.run, self.world, self.model
-        silent = 0  # steps in a row without any signal
-        while self.progress() < 1 and silent < PATIENCE:
-            step, begin = run.state["step"], time.monotonic()
-            in_model = self.sampler.stats["seconds"]
+@torch.no_grad()
+def add_log_probabilities(packs: list[dict], config: Config, model: Qwen3,
+                          reference: Qwen3 | None) -> None:
+    """"old", those of the policy before the first of several updates, and "reference",
+    those of the policy that GRPO started from, for a KL term."""
+    for pack in packs:
+        inputs = pack["ids"], pack["mask"], pack["lengths"]
+        if config.updates > 1:
+            pack["old"], _ = model.logprobs(*inputs)
+        if reference:
+            pack["reference"], _ = reference.logprobs(*inputs)
+        elif config.kl:  # with adapters off, the model is the reference
+            with model.adapters_off():
+                pack["reference"], _ = model.logprobs(*inputs)
 
-            # Sample with the weights as they are now, and score the roots.
-            self.sampler.load(model)
-            numbers = range(step * config.questions, (step + 1) * config.questions)
-            asked = [self.questions.draw("grpo", i) for i in numbers]
-            collect = getattr(self.objective, "collect", rlm.collect)
-            self.trees = rollouts = self.collect(
-                asked, (config.seed, step), "trees", config.group, collect)
-            sampled = time.monotonic()
 
-            # Every node gets the advantage of its root, and becomes one row.
-            self.credit = credit = self.objective(rollouts, config)
-            rows = grpo.make_rows(rollouts, credit, config)
-            packs = self.packs(rows)
-            self.add_log_probabilities(packs)
+def progress(config: Config, run: Run) -> float:
+    """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
+    by_steps = run.state.step / config.steps if config.steps else 1.0
+    by_tokens = run.state.sampled / config.tokens if config.tokens else 0.0
+    return max(by_steps, by_tokens)
 
-            # Each update is one optimizer step over all rows. If no row has an advantage,
-            # there is none.
-            loss, norm, stats = 0.0, 0.0, Stats()
-            for _ in range(config.updates if rows else 0):
-                loss, stats = 0.0, Stats()
-                for pack in packs:
-                    logprobs, entropy = model.logprobs(
-                        pack["ids"], pack["mask"], pack["lengths"])
-                    part, watched = policy_loss(logprobs, entropy, pack, config)
-                    self.backward(part)
-                    loss += part.item()
-                    stats += Stats.of(watched, pack["depths"])
-                losses, all_stats = zip(*world.gather((loss, stats)))
-                loss, stats = sum(losses), sum(all_stats, Stats())
-                norm = self.optimizer_step(self.learning_rate(), loss)
-            run.state["step"] += 1
-            run.state["sampled"] += sum(
-                node.sampled for tree in rollouts for node in tree.root.walk())
-            signal = any(any(row.advantages) for row in rows)
-            silent = 0 if signal else silent + 1
-            run.state["skipped"] += not signal
 
-            seconds = self.sampler.stats["seconds"] - in_model
-            self.show(rollouts, stats.metrics() | {
-                "loss": loss, "grad_norm": norm, "rows": len(rows),
-                "row_tokens": sum(len(row.ids) for row in rows),
-                "sample_s": seconds,
-                "repl_s": max(0.0, sampled - begin - seconds),
-                "update_s": time.monotonic() - sampled})
-            if config.eval_every and run.state["step"] % config.eval_every == 0:
-                self.evaluate("heldout_now", self.questions.heldout)
-            if time.monotonic() - self.reported > REPORT_SECONDS:
-                self.report()
-            run.maybe_save(config.save_every)
-            give_back_memory()
-        if silent == PATIENCE:
-            print(f"stopped after step {run.state['step']}: in the last {PATIENCE} steps "
-                  "no node had an advantage")
+def learning_rate(config: Config, run: Run) -> float:
+    """Rises over the first five steps, then falls linearly to a tenth."""
+    rising = min(1.0, (run.state.step + 1) / 5)
+    return config.lr * rising * (1 - 0.9 * min(1.0, progress(config, run)))
 
-    def collect(self, questions: list, key: tuple, label: str, group: int = 1,
-                collect: Callable = rlm.collect) -> list[Rollout]:
-        """`group` trees per question. Each rank samples those of its share of the
-        questions, then all ranks get all trees."""
-        world, run = self.world, self.run
-        trees = [(task, str(i)) for i, task in enumerate(questions) for _ in range(group)]
-        mine = [n for n in range(len(trees)) if n // group % world.size == world.rank]
-        with tqdm(total=len(mine), desc=label, leave=False, disable=None) as bar:
-            rollouts = run.stop.run(collect(
-                [trees[n][0] for n in mine], self.policy, self.tokenizer, self.rlm, key,
-                [trees[n][1] for n in mine], numbers=mine, on_done=lambda _: bar.update(),
-                score=self.reward))
-        # Every rank knows the questions, so only the trees are exchanged.
-        share = {n: (r.root, r.reward, r.failed)
-                 for n, r in zip(mine, rollouts or [])}
-        grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
-        return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
-    def packs(self, rows: list[Row]) -> list[dict]:
-        """This rank's share of the rows, as micro-batches on the device."""
-        shares = packing.micro_batches(
-            rows, self.plan.row, self.plan.attention_cost, self.plan.seen_cost,
-            self.world.rank, self.world.size)
-        return [packing.collate(share, DEVICE) for share in shares]
+def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
+                   loss: float) -> float:
+    """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
+    FloatingPointError before a NaN gets into the weights."""
+    weights = [w for w in model.parameters() if w.grad is not None]
+    max_norm = settings.defaults(run.rlm_config).max_norm
+    norm = full_tensor(torch.nn.utils.clip_grad_norm_(weights, max_norm)).item()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the loss is {loss}, the gradient's norm {norm}: not finite. The last "
+            "checkpoint is intact; a lower learning rate or another --dtype may help")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
-    @torch.no_grad()
-    def add_log_probabilities(self, packs: list[dict]) -> None:
-        """"old", those of the policy before the first of several updates, and "reference",
-        those of the policy that GRPO started from, for a KL term."""
-        for pack in packs:
-            inputs = pack["ids"], pack["mask"], pack["lengths"]
-            if self.config.updates > 1:
-                pack["old"], _ = self.model.logprobs(*inputs)
-            if self.reference:
-                pack["reference"], _ = self.reference.logprobs(*inputs)
-            elif self.config.kl:
-                with self.model.adapters_off():
-                    pack["reference"], _ = self.model.logprobs(*inputs)
 
-    def progress(self) -> float:
-        """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
-        config, state = self.config, self.run.state
-        by_steps = state["step"] / config.steps if config.steps else 1.0
-        by_tokens = state["sampled"] / config.tokens if config.tokens else 0.0
-        return max(by_steps, by_tokens)
-
-    def learning_rate(self) -> float:
-        """Rises over the first five steps, then falls linearly to a tenth."""
-        rising = min(1.0, (self.run.state["step"] + 1) / 5)
-        return self.config.lr * rising * (1 - 0.9 * min(1.0, self.progress()))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch. FSDP averages them over the ranks."""
-        (loss * self.world.size).backward()
-
-    def optimizer_step(self, lr: float, loss: float) -> float:
-        """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
-        FloatingPointError before a NaN gets into the weights."""
-        weights = [w for w in self.model.parameters() if w.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(weights, self.suits.max_norm)
-        norm = full_tensor(norm).item()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the loss is {loss}, the gradient's norm {norm}: not finite. The last "
-                "checkpoint is intact; a lower learning rate or another --dtype may help")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    # --- questions, scores, and what people see -------------------------------------------
-
-    def evaluate(self, name: str, questions: list[tasks.Task]) -> None:
-        """One tree per held-out question; the scores are kept as results[name]."""
-        self.sampler.load(self.model)
-        rollouts = self.collect(questions, (self.config.seed, name), name)
-        row = evaluation.summary(list(map(evaluation.record_of, rollouts)),
-                                 questions[0].kind, None, evaluation.trained_as(self.rlm))
-        self.run.state["results"][name] = row
-        self.run.log({"phase": "eval", "name": name, "step": self.run.state["step"], **row})
-        print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
-              f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
-              f"{metrics.shares(row['ends'])}")
-
-    def show(self, rollouts: list[Rollout], update: dict) -> None:
-        """Log a step, print its line, and the best of its trees every SHOW_EVERY steps."""
-        state = self.run.state
-        row = update | metrics.describe(rollouts, self.credit) | {
-            "phase": "grpo", "step": state["step"], "skipped": state["skipped"]}
-        self.run.log(row)
-        print(metrics.line(row, self.config.steps))
-        if state["step"] % SHOW_EVERY == 0:
-            best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
-            print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
-
-    def report(self) -> None:
-        """OUT/report.html: the scores, the curves, and the trees of the last step with the
-        advantages of their nodes."""
-        if self.world.rank:
-            return
-        config, step = self.config, self.run.state["step"]
-        rows = [row | {"task": name} for name, row in self.run.state["results"].items()]
-        trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
-        page = report.page(
-            "Training run", asdict(config), rows, state=f"Step {step} of {config.steps}",
-            trees=trees, tokenizer=self.tokenizer, metrics=self.run.metrics(),
-            advantages={node: statistics.fmean(given.advantages)
-                        for node, given in self.credit.items() if given.advantages})
-        write_text(self.run.path("report.html"), page)
-        self.reported = time.monotonic()
+def evaluate(run: Run, collect: Callable, name: str, asked: list[tasks.Task]) -> None:
+    """One tree per held-out question; the scores are kept as results[name]."""
+    rollouts = collect(asked, (run.config.seed, name), name)
+    records = [evaluation.record_of(rollout) for rollout in rollouts]
+    method = evaluation.trained_as(run.rlm_config)
+    row = evaluation.summary(records, asked[0].kind, None, method)
+    run.state.results[name] = row
+    run.log({"phase": "eval", "name": name, "step": run.state.step, **row})
+    print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
+          f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
+          f"{shares(row['ends'])}")
 
 
 # ------------------------------------------------------------------------------------------
 # What a run starts from
 
-def settle(config: Config) -> Config:
-    """The flags, with what suits the checkpoint filled in. Those of a resumed run are all
-    given, so it does not need the checkpoint that it started from."""
-    if config.dtype == "auto":
-        dtype = compute_dtype(config.model)
-        config = replace(config, dtype=str(dtype).removeprefix("torch."))
-    suits = SCRATCH
-    if config.model and not rlm.load_config(config.model).scratch:
-        suits = PRETRAINED
-    times = suits.more if config.lora_rank else 1.0
-    # A warm-up of adapters, too, has a higher rate.
-    values = {"warmup_steps": suits.warmup_steps, "warmup_trees": suits.warmup_trees,
-              "warmup_lr": suits.warmup_lr, "steps": suits.steps, "lr": suits.lr * times}
-    if config.lora_rank and config.model:
-        values["warmup_lr"] *= times
-    if config.model and not config.warmup:  # it would undo what the checkpoint learnt
-        values["warmup_steps"] = 0
-    missing = {}
-    for name, value in values.items():
-        if getattr(config, name) == AS_SUITS:
-            missing[name] = value
-    return replace(config, **missing)
+def objective_of(config: Config) -> Callable:
+    """grpo.credit, one of lab/objectives.py, or the function of a file. Raises ValueError
+    for an unknown name, and for a switch that the objective does not read."""
+    objective = grpo.credit
+    if handed_in.is_path(config.objective):
+        objective = handed_in.load(config.objective, "credit")
+    elif config.objective != "grpo":
+        from lab import objectives
+
+        if config.objective not in objectives.NAMES:
+            raise ValueError(f"objective is {config.objective!r}; it can be grpo, "
+                             f"{', '.join(objectives.NAMES)} or path/to/file.py")
+        objective = getattr(objectives, config.objective)
+        objective([], config)  # dpo refuses switches of the loss
+    grpo.check_switches(objective, config)
+    return objective
 
 
-def objective_of_ours(name: str) -> Callable:
-    """A function of lab/objectives.py. Raises ValueError for an unknown name."""
-    from lab import objectives
-
-    if name not in objectives.NAMES:
-        raise ValueError(f"objective is {name!r}; it can be grpo, "
-                         f"{', '.join(objectives.NAMES)} or path/to/file.py")
-    return getattr(objectives, name)
-
-
-def tiny_rlm(config: Config) -> RLMConfig:
-    """How the trees of the tiny model may grow, for this task."""
-    changes = dict(getattr(tasks.load(config.task), "TINY", {}))
+def tiny_rlm(kind: ModuleType) -> RLMConfig:
+    """How the trees of the tiny model may grow, for this kind of task."""
+    changes = dict(getattr(kind, "TINY", {}))
     limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
     return replace(TINY_RLM, **changes, limits=limits)
 
@@ -604,7 +425,7 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
         asked = [tasks.playable(*each) for each in zip(questions.rows, draws)]
     else:
         asked = [tasks.make(questions.kind, rng) for rng in draws]
-    trees = demonstrations(asked, None, tiny_rlm(config), "tokenizer")
+    trees = scripted_trees(asked, None, tiny_rlm(questions.kind), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -612,59 +433,61 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
     model.save_pretrained(path)
     tokenizer.save(path)
-    tiny_rlm(config).save(os.path.join(path, "rlm.json"))
+    tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
     return path
 
 
-def demonstrations(questions: list[tasks.Task], tokenizer: Tokenizer | None,
-                   config: RLMConfig, seed) -> list[Rollout]:
-    """Scripted trees, run by the same code as sampled ones, in the real REPL. The scripts
-    of a node are drawn from (seed, the number of its tree, its path). A tree that may have
-    one node only gets scripts that call nobody."""
-    async def policy(node, max_tokens, key):
-        *_, number, path, turn = key
+def load(start: Start, config: Config, memory: Plan,
+         adapters: bool) -> tuple[Qwen3, AdamW]:
+    """This rank's share of the weights, and the optimizer as far as it is saved."""
+    dtype = TYPES[config.dtype]
 
-        def script(task, node):
-            rng = random.Random(f"{(seed, number)} {path}")
-            return tasks.demonstrate(task, node, rng, alone=config.max_nodes == 1)
+    def prepare(model: Qwen3) -> None:
+        if adapters:
+            model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
+        parallel.shard(model, dtype)
 
-        write = tasks.scripted(script, questions[number], tokenizer)
-        return await write(node, max_tokens, key)
+    gc.collect()  # weights that were in use before are in reference cycles
+    stored = dtype if adapters else torch.float32
+    model = Qwen3.from_pretrained(start.weights, stored, DEVICE, prepare)
+    model.recompute = memory.recompute
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    # Fused: the other kinds hold temporary copies of all weights.
+    optimizer = AdamW(
+        trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    if start.adapter:
+        model.load_adapter(start.adapter)
+    if start.optimizer:
+        checkpoint.load_optimizer(model, optimizer, start.optimizer)
+    return model, optimizer
 
-    with tqdm(total=len(questions), desc="scripts", leave=False, disable=None) as bar:
-        return asyncio.run(rlm.collect(questions, policy, tokenizer, config, at_once=32,
-                                       on_done=lambda _: bar.update()))
+
+def make_sampler(config: Config, memory: Plan, model: Qwen3, world: World) -> Sampler:
+    """A copy with merged adapters is faster than the adapters beside the weights."""
+    return Sampler(model, memory=memory.need(world.size)["KV cache"],
+                   batch=plan.MOST_WINDOWS, window=memory.window,
+                   dtype=TYPES[config.dtype],
+                   copy=config.lora_rank > 0 and not memory.apart)
 
 
-def teacher_trees(path: str, tokenizer: Tokenizer) -> list[Rollout]:
-    """The saved trees that are fit to learn from: an answer, no REPL error, a reward above
-    0. Their texts are encoded anew. Raises ValueError if there are none."""
-    saved = read_rollouts(path, tasks.Task)
-    trees = []
-    for tree in saved:
-        errors = any(node.errors for node in tree.root.walk())
-        if tree.root.end == "final" and tree.reward > 0 and not tree.failed and not errors:
-            trees.append(tree)
-    if not trees:
-        raise ValueError(f"{path}: none of its {len(saved)} trees ended with an answer, "
-                         "without an error, with a reward above 0")
-    print(f"{path}: {len(trees)} of {len(saved)} trees are fit to learn from")
-    for tree in trees:
-        for node in tree.root.walk():
-            node.turns = tokenizer.encode_turns(node.turns)
-    return trees
+def reference_of(config: Config, run: Run) -> Qwen3 | None:
+    """The policy that GRPO started from, for a KL term. With adapters it is the model with
+    its adapters off, so nothing is loaded."""
+    if not config.kl or config.lora_rank:
+        return None
+    reference = Qwen3.from_pretrained(run.path("warmup"), TYPES[config.dtype], DEVICE)
+    return reference.requires_grad_(False)
 
 
 def planned(config: Config, world: World) -> str:
     """What the run needs in memory, from config.json and rlm.json alone."""
     if not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
-    config = settle(config)
+    config = settings.settle(config, rlm.load_config(config.model))
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
     wanted = plan.of_run(config, shape, limits.window, plan.memory(world))
-    fitted = wanted.fitted(world.size)
-    return fitted.table(wanted)
+    return wanted.fitted(world.size).table(wanted)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Left out: held-out scores (eval.py), and the loss itself (grpo.py).
 """
+import time
 from collections import Counter
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -10,6 +11,26 @@ import torch
 from torch import Tensor
 
 from tree import Node, Rollout
+
+
+class Clock:
+    """Where the seconds of a step go. `stats` are those of the sampler."""
+
+    def __init__(self, stats: dict):
+        self.stats = stats
+
+    def start(self) -> None:
+        self.began, self.in_model = time.monotonic(), self.stats["seconds"]
+
+    def sampled(self) -> None:
+        """From here on the step updates the weights."""
+        self.updating = time.monotonic()
+        self.sample_s = self.stats["seconds"] - self.in_model
+
+    def seconds(self) -> dict:
+        outside = self.updating - self.began - self.sample_s
+        return {"sample_s": self.sample_s, "repl_s": max(0.0, outside),
+                "update_s": time.monotonic() - self.updating}
 
 
 def describe(rollouts: list[Rollout], credits: dict) -> dict:
@@ -60,26 +81,28 @@ def line(m: dict, steps: int) -> str:
 @dataclass(frozen=True)
 class Stats:
     """What is watched of the tokens of an update; `+` combines packs and ranks."""
-    sums: list[dict[str, float]] = ()  # over the tokens of each depth
+    loss: float = 0.0
     largest_gap: float = 0.0  # between log-probabilities of trainer and sampler
+    sums: list[dict[str, float]] = ()  # over the tokens of each depth
 
     @classmethod
-    def of(cls, watched: dict[str, Tensor], depths: Tensor) -> "Stats":
-        """Those of a pack. `watched` is what grpo.policy_loss returned, `depths` is (N)."""
+    def of(cls, loss: Tensor, watched: dict[str, Tensor], depths: Tensor) -> "Stats":
+        """Those of a pack: what grpo.policy_loss returned, and the depths (N)."""
         if not len(depths):  # an empty pack
-            return cls()
+            return cls(loss.item())
         watched = {"count": torch.ones_like(watched["gap"])} | watched
         values = torch.stack(list(watched.values()), dim=1)  # (N, W)
         sums = values.new_zeros(depths.max() + 1, len(watched))  # (depths, W)
         sums.index_add_(0, depths, values)
         by_depth = [dict(zip(watched, row)) for row in sums.tolist()]
-        return cls(by_depth, watched["gap"].max().item())
+        return cls(loss.item(), watched["gap"].max().item(), by_depth)
 
     def __add__(self, other: "Stats") -> "Stats":
         depths = zip_longest(self.sums, other.sums, fillvalue={})
         sums = [{name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}
                 for a, b in depths]
-        return Stats(sums, max(self.largest_gap, other.largest_gap))
+        largest_gap = max(self.largest_gap, other.largest_gap)
+        return Stats(self.loss + other.loss, largest_gap, sums)
 
     def metrics(self) -> dict:
         """Means over the tokens, as metrics.jsonl has them. Absent without any token."""
@@ -92,4 +115,5 @@ class Stats:
             total.update(sums)
         by_depth = [{"share": sums["count"] / total["count"]} | means(sums)
                     for sums in self.sums]
-        return means(total) | {"largest_gap": self.largest_gap, "by_depth": by_depth}
+        return means(total) | {"loss": self.loss, "largest_gap": self.largest_gap,
+                               "by_depth": by_depth}

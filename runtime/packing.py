@@ -117,6 +117,13 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
 
 
+def packs(rows: list, memory, world, device) -> list[dict]:
+    """This rank's share of the rows, as micro-batches on the device. `memory` is a Plan."""
+    shares = micro_batches(rows, memory.row, memory.attention_cost, memory.seen_cost,
+                           world.rank, world.size)
+    return [collate(share, device) for share in shares]
+
+
 def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
     """A pack of rows (grpo.Row) as tensors, T tokens, N of them sampled. An empty pack has
     one token, with mask 0. The order of sampled tokens is that of model.logprobs."""

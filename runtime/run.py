@@ -4,6 +4,7 @@
     OUT/metrics.jsonl    one JSON line per step and per evaluation
     OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
     OUT/init, warmup, final   models in the Hugging Face layout
+    OUT/report.html      scores, curves, and the trees of the last step, for people
     OUT/result.json      the scores, when the run has ended
 
 Everything is written aside and renamed, so a run that is killed leaves no half file. Left
@@ -12,87 +13,89 @@ out: two runs at the same time in one directory.
 import json
 import os
 import shlex
+import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from runtime import checkpoint
-from runtime.files import read_json, write_json
-from runtime.flags import flag
+from runtime import checkpoint, metrics, report
+from runtime.files import read_json, write_json, write_text
 from runtime.parallel import World
 from runtime.stop import Stop, Stopped
+from tree import Rollout, render
 
-SAVE_SECONDS = 600.0  # after so long a checkpoint is due, whatever --save-every says
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What a run is about, where it is kept, and how often."""
-    out: str = flag("runs/tiny", "directory of the run", common=True)
-    seed: int = flag(0, "seed of weights, questions and sampling", common=True)
-    model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
-    data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
-    task: str = flag(
-        "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
-            "notes, and evidence with --data", common=True)
-    reward: str = flag(
-        "", "what scores in the task's place: path/to/file.py[:function]")
-    method: str = flag(
-        "saved", "rlm1: children have a REPL; rlm2: theirs, too; rlm0: there are no "
-                 "children; saved: as rlm.json says",
-        choices=("saved", "rlm0", "rlm1", "rlm2"))
-    plan: bool = flag(False, "print what the run needs in memory and stop")
-    resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
-    heldout: int = flag(128, "held-out questions, where they are generated", 1)
-    save_every: int = flag(
-        25, "steps between checkpoints; one is also due ten minutes after the last", 1)
-    eval_every: int = flag(
-        0, "steps between held-out evaluations; 0: only before and after GRPO")
-    sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
-                        choices=("require", "auto", "off"))
+SAVE_EVERY = 25  # steps of GRPO between checkpoints
+SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
+SHOW_EVERY = 25  # steps between printed trees
+REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = ("out resume plan steps tokens lr warmup_lr heldout save_every "
-              "eval_every sandbox").split()
+MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout eval_every sandbox".split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
+
+
+@dataclass
+class State:
+    """What a run remembers beside its weights."""
+    phase: str = "warmup"  # or grpo
+    step: int = 0  # of the phase
+    sampled: int = 0  # tokens that GRPO has sampled
+    silent: int = 0  # steps in a row, up to now, in which no node had an advantage
+    results: dict[str, dict] = field(default_factory=dict)  # held-out scores by name
+    seconds: float = 0.0
+    logged: int = 0  # bytes of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Start:
     """Where a run starts from. An empty name means: there is none."""
     weights: str  # directory of the weights; empty: make a tiny model
-    state: dict  # phase, step, and what the run has counted so far
+    state: State
     checkpoint: str = ""  # that the run continues from
     adapter: str = ""  # directory of the adapters, in PEFT's layout
     optimizer: str = ""  # directory of the optimizer's state
 
+    @property
+    def source(self) -> str:
+        """The directory of tokenizer and rlm.json."""
+        return self.checkpoint or self.weights
+
 
 class Run:
-    """One run's directory, and its counters (`state`).
+    """One run: its directory, what it remembers (`state`), and what people see of it."""
 
-    What it saves are the model, optimizer, tokenizer and rlm (an RLMConfig) that `trainer`
-    has at that moment."""
-
-    def __init__(self, trainer, config, world: World):
-        self.trainer = trainer
+    def __init__(self, config, world: World):
         self.config = config
         self.world = world
         self.out = config.out
         self.stop = Stop()
-        self.began = self.saved = time.monotonic()
-        self.state = {"phase": "warmup", "step": 0, "seconds": 0.0, "results": {},
-                      "sampled": 0, "skipped": 0, "metrics": 0}
+        self.began = self.saved = self.reported = time.monotonic()
+        self.state = State()
+        self.trees: list[Rollout] = []  # of the last step
+        self.credit: dict = {}  # of their nodes
 
     # --- where it starts ------------------------------------------------------------------
 
+    def start(self, make: Callable[[str], str]) -> Start:
+        """Where the run starts from, on all ranks. Without --model `make(path)` makes the
+        checkpoint. Raises ValueError if --out holds a run and --resume is not given, or the
+        other way round, or if a flag cannot change."""
+        start = None
+        if self.world.rank == 0:
+            start = self.find_start()
+            if not start.weights:
+                start = replace(start, weights=make(self.path("init")))
+        start = self.world.gather(start)[0]
+        self.state = start.state
+        return start
+
     def find_start(self) -> Start:
-        """Raises ValueError if --out holds a run and --resume is not given, or the other
-        way round, or if a flag cannot change."""
         config, out = self.config, self.out
         holds_run = os.path.exists(self.path("run.json"))
         if config.resume and not holds_run:
@@ -108,11 +111,11 @@ class Run:
                                      f"change it to {now!r}")
         found = checkpoint.checkpoints(out) if config.resume else []
         if not found:
-            return Start(config.model, self.state)
+            return Start(config.model, State())
 
         last = found[-1]
-        state = self.state | read_json(os.path.join(last, "state.json"))
-        print(f"resuming {out} at {state['phase']} step {state['step']}")
+        state = State(**read_json(os.path.join(last, "state.json")))
+        print(f"resuming {out} at {state.phase} step {state.step}")
         weights, parts = last, {}
         for name in ("adapter", "optimizer"):
             path = os.path.join(last, name)
@@ -121,34 +124,66 @@ class Run:
             weights = self.frozen(state)
         return Start(weights, state, last, **parts)
 
-    def frozen(self, state: dict) -> str:
+    def frozen(self, state: State) -> str:
         """The weights beside the adapters: those that the warm-up left, and during it those
         of --model."""
-        return self.path("warmup") if state["phase"] == "grpo" else self.config.model
+        return self.path("warmup") if state.phase == "grpo" else self.config.model
 
-    def open(self, start: Start) -> None:
+    def open(self, tokenizer, rlm_config) -> None:
         """Begin to write, now that everything was read without an error. What was measured
-        after the checkpoint is forgotten."""
-        self.state = start.state
-        self.began = time.monotonic() - self.state["seconds"]
+        after the checkpoint is forgotten. `rlm_config` becomes the rlm.json beside all
+        weights."""
+        self.tokenizer, self.rlm_config = tokenizer, rlm_config
+        self.began = time.monotonic() - self.state.seconds
         if self.world.rank == 0:
             os.makedirs(self.out, exist_ok=True)
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.truncate(self.state["metrics"])
+                file.truncate(self.state.logged)
             write_json(self.path("run.json"), asdict(self.config))
 
-    # --- what it leaves -------------------------------------------------------------------
+    # --- what people and programs see -----------------------------------------------------
 
-    def log(self, metrics: dict) -> None:
+    def log(self, row: dict) -> None:
         """One JSON line for programs."""
         if self.world.rank == 0:
-            row = metrics | {"elapsed": round(self.elapsed(), 1)}
+            row = row | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def metrics(self) -> list[dict]:
+    def log_step(self, rollouts: list[Rollout], credit: dict, rows: list,
+                 measured: dict) -> None:
+        """A step of GRPO: its JSON line, its line for people, and now and then a tree and
+        the report page. `credit` are the Credits of the nodes, `rows` those trained on."""
+        self.trees, self.credit = rollouts, credit
+        row = {"phase": "grpo", "step": self.state.step, **measured, "rows": len(rows),
+               "row_tokens": sum(len(row.ids) for row in rows),
+               **metrics.describe(rollouts, credit)}
+        self.log(row)
+        print(metrics.line(row, self.config.steps))
+        if self.state.step % SHOW_EVERY == 0:
+            best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
+            print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
+        if time.monotonic() - self.reported > REPORT_SECONDS:
+            self.report()
+
+    def report(self) -> None:
+        """OUT/report.html: the scores, the curves, and the trees of the last step with the
+        advantages of their nodes."""
+        if self.world.rank:
+            return
+        step = self.state.step
+        rows = [row | {"task": name} for name, row in self.state.results.items()]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+            measured = [json.loads(line) for line in file]
+        advantages = {node: statistics.fmean(given.advantages)
+                      for node, given in self.credit.items() if given.advantages}
+        trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
+        write_text(self.path("report.html"), report.page(
+            "Training run", asdict(self.config), rows, trees, self.tokenizer, measured,
+            advantages, state=f"Step {step} of {self.config.steps}"))
+        self.reported = time.monotonic()
+
+    # --- what it leaves -------------------------------------------------------------------
 
     def gather(self, value) -> list:
         """The value of every rank. Raises Stopped on all of them if one was told to stop,
@@ -158,48 +193,48 @@ class Run:
             raise Stopped(max(told))
         return list(values)
 
-    def maybe_save(self, every: int) -> None:
-        """After a step: a checkpoint each `every` steps, and if the last one is old. Raises
-        Stopped."""
-        due = (self.state["step"] % every == 0
+    def maybe_save(self, model, optimizer, every: int = 0) -> None:
+        """After a step: a checkpoint each `every` steps (0: SAVE_EVERY), and if the last
+        one is old. Raises Stopped."""
+        due = (self.state.step % (every or SAVE_EVERY) == 0
                or time.monotonic() - self.saved > SAVE_SECONDS)
         if self.gather(due)[0]:  # rank 0's clock decides
-            self.save_checkpoint()
+            self.save_checkpoint(model, optimizer)
 
-    def save_model(self, name: str, dtype: torch.dtype | None = None) -> str:
+    def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
         """Write OUT/`name`: the weights, adapters merged. After the warm-up, whose result
         they belong to, the adapters are beside them."""
         with checkpoint.writing(self.path(name), self.world) as aside:
-            self._save(aside, True, self.state["phase"] == "grpo", dtype)
+            self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, model, optimizer) -> None:
         """Everything to continue from. Of a model with adapters only these are written: its
         weights stay what the warm-up left."""
-        trainer = self.trainer
-        path = checkpoint.place(self.out, self.state["phase"], self.state["step"])
+        state = self.state
+        path = checkpoint.place(self.out, state.phase, state.step)
         if os.path.isdir(path):  # of the same phase and step, so it would be the same
             return
         with checkpoint.writing(path, self.world) as aside:
-            self._save(aside, not trainer.model.rank, True)
-            if self.state["step"]:  # before the first step it has nothing to save
-                checkpoint.save_optimizer(trainer.model, trainer.optimizer,
-                                          os.path.join(aside, "optimizer"))
+            self._save(model, aside, not model.rank, True)
+            if state.step:  # before the first step it has nothing to save
+                checkpoint.save_optimizer(
+                    model, optimizer, os.path.join(aside, "optimizer"))
             if self.world.rank == 0:
-                size = os.path.getsize(self.path("metrics.jsonl"))
-                state = self.state | {"seconds": self.elapsed(), "metrics": size}
-                write_json(os.path.join(aside, "state.json"), state)
+                state.seconds = self.elapsed()
+                state.logged = os.path.getsize(self.path("metrics.jsonl"))
+                write_json(os.path.join(aside, "state.json"), asdict(state))
         self.saved = time.monotonic()
         if self.world.rank == 0:
             checkpoint.keep_last(self.out)
 
-    def _save(self, aside: str, weights: bool, adapter: bool,
+    def _save(self, model, aside: str, weights: bool, adapter: bool,
               dtype: torch.dtype | None = None) -> None:
         """Rank 0 writes; all ranks take part in gathering each tensor."""
-        model, first = self.trainer.model, self.world.rank == 0
+        first = self.world.rank == 0
         if first:
-            self.trainer.tokenizer.save(aside)
-            self.trainer.rlm.save(os.path.join(aside, "rlm.json"))
+            self.tokenizer.save(aside)
+            self.rlm_config.save(os.path.join(aside, "rlm.json"))
         if weights and first:
             model.save_pretrained(aside, dtype)
         elif weights:
@@ -208,16 +243,22 @@ class Run:
             base = self.frozen(self.state)
             model.save_adapter(os.path.join(aside, "adapter"), base, first)
 
-    def save_result(self) -> None:
-        """OUT/result.json: the scores, and the flags that they belong to."""
-        rows = self.state["results"]
+    def finish(self) -> None:
+        """The last report, and OUT/result.json: the scores, and their flags."""
+        self.report()
+        if self.world.rank == 0:
+            write_json(self.path("result.json"), self.result())
+            print(f"done in {self.elapsed():.0f} s: {self.path('final')}")
+        self.world.gather(None)  # rank 0 has written all
+
+    def result(self) -> dict:
+        rows = self.state.results
         scores = {name: rows[name]["score"] if name in rows else None
                   for name in HELDOUT}
-        result = {"seed": self.config.seed, "credit": self.config.credit, **scores,
-                  "heldout_n": rows["heldout_final"]["n"],
-                  "sampled_tokens": self.state["sampled"],
-                  "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)}
-        write_json(self.path("result.json"), result)
+        return {"seed": self.config.seed, "credit": self.config.credit, **scores,
+                "heldout_n": rows["heldout_final"]["n"],
+                "sampled_tokens": self.state.sampled,
+                "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)}
 
     def path(self, name: str) -> str:
         return os.path.join(self.out, name)

@@ -16,7 +16,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SHORT = ("--warmup-steps 3 --warmup-trees 6 --steps 2 --questions 2 --group 2 "
+SHORT = ("--warmup-steps 3 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
 FLAT = "no step had a gradient"  # how SHORT ends: three supervised steps answer nothing
 SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -51,6 +51,7 @@ def data_of(page):
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory):
     """A finished short run from nothing, of a smaller model: init, warmup, final."""
+    import tasks
     import train
     from rlm import RLMConfig
 
@@ -62,7 +63,7 @@ def short_run(tmp_path_factory):
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"
         config = RLMConfig.load(path)
-        assert config == train.tiny_rlm(train.Config())
+        assert config == train.tiny_rlm(tasks.load("notes"))
         # A model that learnt nothing writes until it is stopped. Here that is soon.
         replace(config, turn_tokens=16).save(path)
     return out

@@ -167,7 +167,7 @@ def test_what_is_watched_of_a_batch_by_hand():
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
 
-    metrics = Stats.of(watched, torch.tensor([0, 2, 0])).metrics()
+    metrics = Stats.of(loss, watched, torch.tensor([0, 2, 0])).metrics()
     assert metrics["largest_gap"] == pytest.approx(math.log(3))
     first, _, last = metrics["by_depth"]
     assert first == pytest.approx({
@@ -253,7 +253,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
             loss, watched = policy_loss(*got, pack | {"old": got[0].detach() - 0.25},
                                         GRPOConfig())
             loss.backward()
-            stats += Stats.of(watched, pack["depths"])
+            stats += Stats.of(loss, watched, pack["depths"])
         return stats, [w.grad.clone() for w in model.parameters()]
 
     for seed in range(tries):

@@ -354,8 +354,8 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     limits, where completions read without a mistake."""
     import train
 
-    config = train.tiny_rlm(train.Config(task="deep"))
-    trees = train.demonstrations(made("deep", 32), None, config, "tokenizer")
+    config = train.tiny_rlm(tasks.load("deep"))
+    trees = train.scripted_trees(made("deep", 32), None, config, "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, train.TINY_VOCABULARY)

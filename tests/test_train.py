@@ -1,5 +1,6 @@
 """Short runs through the command line: what they leave behind, resuming, bad input."""
 import asyncio
+import inspect
 import json
 import math
 import os
@@ -22,12 +23,15 @@ import rlm
 import tasks
 import train
 from model import Qwen3
-from runtime import checkpoint, plan
+from runtime import checkpoint, plan, report, settings
+from runtime import run as runs
 from runtime.flags import parse
+from runtime.metrics import Clock
 from runtime.parallel import World
 from runtime.run import Run
 from runtime.stop import Stop, Stopped
 from tasks.questions import Questions
+from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from tree import Rollout
 
@@ -48,38 +52,53 @@ def state_of(out):
     return json.loads(Path(checkpoint.checkpoints(out)[-1], "state.json").read_text())
 
 
-def make_trainer(monkeypatch, out, *flags):
-    """A trainer that has loaded its model, as main() makes it."""
+class Enough(Exception):
+    """Ends a run where a test has what it wants."""
+
+
+def stopped_at(name, monkeypatch, out, *flags):
+    """The arguments of this function of train.py, with which a run with these flags would
+    call it."""
+    names, given = inspect.signature(getattr(train, name)).parameters, {}
+
+    def take(*args):
+        given.update(zip(names, args))
+        raise Enough
+
     monkeypatch.setattr("sys.argv", ["train.py", "--out", str(out), *map(str, flags)])
-    return train.Trainer(parse("", train.Config, train.GROUPS), World())
+    with monkeypatch.context() as patch, pytest.raises(Enough):
+        patch.setattr(train, name, take)
+        if name != "evaluate":
+            patch.setattr(train, "evaluate", lambda *args: None)
+        train.train(parse("", train.Config, train.GROUPS), World())
+    return SimpleNamespace(**given)
 
 
 @pytest.fixture
-def trainer_of(short_run, tmp_path, monkeypatch):
-    """trainer_of(flags): a trainer in GRPO that begins with the short run's warm-up."""
+def loop_of(short_run, tmp_path, monkeypatch):
+    """loop_of(flags): what grpo_loop gets after the short run's warm-up."""
     def make(*flags):
-        trainer = make_trainer(monkeypatch, tmp_path / "t", "--model", short_run / "warmup",
-                               "--warmup-steps", 0, "--heldout", 1, "--steps", 1, *flags)
-        trainer.end_warm_up()
-        return trainer
+        return stopped_at("grpo_loop", monkeypatch, tmp_path / "t", "--model",
+                          short_run / "warmup", "--warmup-steps", 0, "--heldout", 1,
+                          "--steps", 1, *flags)
 
     return make
 
 
-def reinforce(trainer, trees):
+def reinforce(loop, trees):
     """Steps of GRPO on these trees, without a sampler; returns the metrics of the last."""
-    trainer.sampler = SimpleNamespace(load=lambda model: None, stats={"seconds": 0.0},
-                                      model=trainer.model.merged_copy())
-    trainer.reference = None
-    if trainer.config.kl and not trainer.model.rank:
-        trainer.reference = trainer.model.merged_copy()
-    trainer.collect = lambda questions, key, *more: trees[key[1]]
-    trainer.reinforce()
-    return lines(trainer.config.out)[-1]
+    given = vars(loop) | {"collect": lambda asked, key, *more: trees[key[1]],
+                          "clock": Clock({"seconds": 0.0})}
+    train.grpo_loop(**given)
+    return lines(loop.config.out)[-1]
 
 
-def copies(trainer):
-    return {name: w.detach().clone() for name, w in trainer.model.named_parameters()}
+def copies(model):
+    return {name: w.detach().clone() for name, w in model.named_parameters()}
+
+
+def moved(before, model):
+    return any(not torch.equal(before[n], w) for n, w in model.named_parameters())
 
 
 # --- what a run leaves --------------------------------------------------------------------
@@ -116,16 +135,15 @@ def test_tokens_end_a_run_and_held_out_questions_are_asked_on_the_way(
         short_run, tmp_path, monkeypatch):
     """Its page is written after a step, if the last one is old, and at the end."""
     pages, out = [], tmp_path / "h"
-    monkeypatch.setattr(train, "REPORT_SECONDS", -1.0)
-    monkeypatch.setattr(train.report, "page",
-                        lambda *_, state, **more: pages.append(state) or "")
+    monkeypatch.setattr(runs, "REPORT_SECONDS", -1.0)
+    monkeypatch.setattr(report, "page", lambda *_, state: pages.append(state) or "")
     assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                            "--warmup-steps", 0, "--heldout", 1, "--out", out,
                            *"--tokens 1 --eval-every 1".split())
     assert pages == ["Step 1 of 2"] * 2
     # One step is more than one token.
     (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
-    assert step["flat"] == 1 and step["skipped"] == 1
+    assert step["flat"] == 1
     assert "heldout_now" in state_of(out)["results"]
     assert json.loads((out / "result.json").read_text())["sampled_tokens"] == (
         step["tokens"] * 4)
@@ -138,8 +156,8 @@ def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     task = tasks.make(tasks.load("notes"), random.Random(0))
-    config = train.tiny_rlm(train.Config())
-    trees = train.demonstrations([task] * 8, tokenizer, config, 0)
+    config = train.tiny_rlm(tasks.load("notes"))
+    trees = train.scripted_trees([task] * 8, tokenizer, config, 0)
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
     return trees
@@ -149,11 +167,11 @@ def scripted_trees(short_run):
     "--kl 0.1 --updates 2", "--lora-rank 2 --kl 0.1", "--lora-rank 2 --objective dpo",
     "--objective rao"])
 def test_an_update_moves_the_weights_and_logs_what_to_watch(
-        flags, trainer_of, scripted_trees):
-    trainer = trainer_of(*flags.split())
-    before = copies(trainer)
-    row = reinforce(trainer, [scripted_trees])
-    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+        flags, loop_of, scripted_trees):
+    loop = loop_of(*flags.split())
+    before = copies(loop.model)
+    row = reinforce(loop, [scripted_trees])
+    assert moved(before, loop.model)
     assert all(math.isfinite(row[name]) for name in
                ("ratio", "kl", "reference_kl", "entropy", "gap", "loss", "grad_norm"))
     assert sum(depth["share"] for depth in row["by_depth"]) == pytest.approx(1)
@@ -164,24 +182,28 @@ def test_an_update_moves_the_weights_and_logs_what_to_watch(
 
 
 def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
-        trainer_of, scripted_trees, capsys):
-    trainer = trainer_of("--steps", 30)
+        loop_of, scripted_trees, capsys):
+    loop = loop_of("--steps", 30)
     flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
-    before = copies(trainer)
-    row = reinforce(trainer, [flat] * 30)
-    assert row["step"] == row["skipped"] == 10 and "entropy" not in row
-    assert all(torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    before = copies(loop.model)
+    row = reinforce(loop, [flat] * 30)
+    assert row["step"] == 10 and row["flat"] == 1 and "entropy" not in row
+    assert not moved(before, loop.model)
     assert "stopped after step 10: in the last 10 steps" in capsys.readouterr().out
-    reinforce(trainer, [flat] * 14 + [scripted_trees] + [flat] * 30)
-    assert lines(trainer.config.out)[-1]["step"] == 25
+    loop.run.state.silent = 0
+    reinforce(loop, [flat] * 14 + [scripted_trees] + [flat] * 30)
+    assert lines(loop.config.out)[-1]["step"] == 25
 
 
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
-    trainer = make_trainer(monkeypatch, tmp_path / "w", "--model", short_run / "init",
-                           "--warmup-steps", 1, "--warmup-trees", 2, "--heldout", 1)
-    old = [weakref.ref(weight) for weight in trainer.model.parameters()]
-    trainer.warm_up()
-    trainer.end_warm_up()
+    old = []
+
+    def warm_up(config, run, memory, model, *more):
+        old.extend(weakref.ref(weight) for weight in model.parameters())
+
+    monkeypatch.setattr(train, "warm_up", warm_up)
+    stopped_at("grpo_loop", monkeypatch, tmp_path / "w", "--model", short_run / "init",
+               "--warmup-steps", 1, "--warmup", "scripts", "--heldout", 1)
     assert len(old) > 20 and not any(weight() is not None for weight in old)
 
 
@@ -194,11 +216,11 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
 
 
 def test_without_children_scripts_call_nobody(short_run, tmp_path, monkeypatch):
-    alone = make_trainer(monkeypatch, tmp_path / "a", "--model", short_run / "init",
-                         "--method", "rlm0", "--heldout", 1, "--warmup-steps", 0).rlm
+    alone = stopped_at("grpo_loop", monkeypatch, tmp_path / "a", "--method", "rlm0",
+                       "--model", short_run / "init", "--heldout", 1).run.rlm_config
     assert alone.max_depth == 0 and alone.max_nodes == 1
     questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
-    trees = train.demonstrations(questions, None, alone, 0)
+    trees = train.scripted_trees(questions, None, alone, 0)
     written = [turn.text for tree in trees for turn in tree.root.turns
                if turn.role == "assistant"]
     assert not any(tree.root.children for tree in trees)
@@ -212,15 +234,15 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     saved = tmp_path / "trees.jsonl"
     assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
                    "--n", 4, "--model", short_run / "init", "--save", saved) is None
-    trainer = make_trainer(monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
-                           "--model", short_run / "init")
+    given = stopped_at("warm_up", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
+                       "--model", short_run / "init")
     assert "4 of 4 trees are fit to learn from" in capsys.readouterr().out
-    before = copies(trainer)
-    trainer.warm_up()
-    assert any(not torch.equal(before[n], w) for n, w in trainer.model.named_parameters())
+    before = copies(given.model)
+    train.warm_up(**vars(given))
+    assert moved(before, given.model)
 
-    tokenizer = trainer.tokenizer
-    for node in trainer.teacher[0].root.walk():
+    tokenizer = given.run.tokenizer
+    for node in given.trees[0].root.walk():
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [(*tokenizer.encode(t), tokenizer.end_of_turn) for t in texts]
@@ -229,7 +251,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
         assert node.ids[:len(opening)] == opening
     saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
     with pytest.raises(ValueError, match="none of its 4 trees"):
-        train.teacher_trees(str(saved), tokenizer)
+        saved_trees(str(saved), tokenizer)
 
 
 # --- where a run starts from --------------------------------------------------------------
@@ -245,11 +267,11 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     last.mkdir(exist_ok=True, parents=True)
     (last / "state.json").write_text(json.dumps({"phase": phase, "step": 7}))
     (tmp_path / "run.json").write_text("{}")
-    run = Run(None, train.Config(out=str(tmp_path), model="M", resume=True), World())
+    run = Run(train.Config(out=str(tmp_path), model="M", resume=True), World())
     start = run.find_start()
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
     assert start.weights == want[weights] and start.checkpoint == str(last)
-    assert start.state["step"] == 7 and start.state["results"] == {}
+    assert start.state.step == 7 and start.state.results == {}
     for part in ("adapter", "optimizer"):
         assert getattr(start, part) == (str(last / part) if part in parts else "")
 
@@ -265,14 +287,13 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 50, 7e-4))])
 def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
-    limits = replace(rlm.RLMConfig(), scratch=scratch)
-    monkeypatch.setattr(rlm, "load_config", lambda path: limits)
-    monkeypatch.setattr(train, "compute_dtype", lambda path: torch.float32)
-    config = train.settle(train.Config(**flags))
+    rlm_config = replace(rlm.RLMConfig(), scratch=scratch)
+    monkeypatch.setattr(settings, "compute_dtype", lambda path: torch.float32)
+    config = settings.settle(train.Config(**flags), rlm_config)
     assert config.dtype == "float32"
     got = config.warmup_steps, config.warmup_lr, config.steps, config.lr
     assert got == pytest.approx(want)
-    assert train.settle(config) == config
+    assert settings.settle(config, rlm_config) == config
 
 
 # --- stopped, killed, resumed -------------------------------------------------------------
@@ -288,13 +309,14 @@ def credit(rollouts, config):
 VICTIM = """
 import os, signal, sys
 sys.path.insert(0, ".")
-import train
-collect = train.Trainer.collect
-def killed(self, questions, key, *more):
-    if key[1] == 3:
+import train, runtime.run
+runtime.run.SAVE_EVERY = 2
+collect = train.collect_trees
+def killed(run, *args):
+    if run.state.step == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return collect(self, questions, key, *more)
-train.Trainer.collect = killed
+    return collect(run, *args)
+train.collect_trees = killed
 train.main()
 """
 
@@ -304,7 +326,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
     objective, victim = tmp_path / "objective.py", tmp_path / "victim.py"
     objective.write_text(OBJECTIVE)
     victim.write_text(VICTIM)
-    flags = (*SHORT, "--steps", 5, "--save-every", 2, "--heldout", 1, "--lr", 1e-2,
+    flags = (*SHORT, "--steps", 5, "--heldout", 1, "--lr", 1e-2,
              "--model", short_run / "warmup", "--warmup-steps", 0, "--objective", objective)
     straight, out = tmp_path / "straight", tmp_path / "killed"
     assert command(train, monkeypatch, *flags, "--out", straight) is None
@@ -333,15 +355,15 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
 def test_a_run_that_is_stopped_in_its_warm_up_takes_each_step_once(
         short_run, tmp_path, monkeypatch, capsys):
     """A signal in the optimizer's step: the step that was taken is saved."""
-    out, step = tmp_path / "w", train.Trainer.optimizer_step
+    out, step = tmp_path / "w", train.optimizer_step
 
-    def stopped(trainer, *args):
+    def stopped(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        return step(trainer, *args)
+        return step(*args)
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "optimizer_step", stopped)
+        patch.setattr(train, "optimizer_step", stopped)
         assert command(train, patch, *SHORT, "--steps", 0, "--out", out, "--model",
                        short_run / "init") == 130
     assert f"continue with: python train.py --resume --out {out}\n" in (
@@ -355,19 +377,16 @@ def test_a_run_that_is_stopped_in_its_warm_up_takes_each_step_once(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_sampling_of_a_step_that_is_not_counted(
-        number, trainer_of, scripted_trees, monkeypatch):
+        number, loop_of, monkeypatch):
     async def interrupted(*args, **more):
         os.kill(os.getpid(), number)
         await asyncio.sleep(600)
 
-    trainer = trainer_of()
-    reinforce(trainer, [scripted_trees])
-    del trainer.collect  # the stand-in of the step before
-    trainer.run.state["step"], trainer.policy = 0, None
-    monkeypatch.setattr(rlm, "collect", interrupted)
-    with pytest.raises(Stopped) as stopped, trainer.run.stop:
-        trainer.reinforce()
-    assert stopped.value.number == number and trainer.run.state["step"] == 0
+    loop = loop_of()
+    loop.objective = SimpleNamespace(collect=interrupted)
+    with pytest.raises(Stopped) as stopped, loop.run.stop:
+        train.grpo_loop(**vars(loop))
+    assert stopped.value.number == number and loop.run.state.step == 0
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once():
@@ -378,15 +397,16 @@ def test_a_second_ctrl_c_ends_a_run_at_once():
         time.sleep(1)
 
 
-def test_a_run_saves_when_ten_minutes_have_passed(trainer_of, monkeypatch):
-    trainer = trainer_of()
-    trainer.run.state["step"] = 1
-    trainer.optimizer.step()
-    trainer.run.maybe_save(every=25)
-    assert state_of(trainer.config.out)["step"] == 0
-    trainer.run.saved -= 601
-    trainer.run.maybe_save(every=25)
-    assert state_of(trainer.config.out)["step"] == 1
+def test_a_run_saves_when_ten_minutes_have_passed(loop_of):
+    loop = loop_of()
+    run, parts = loop.run, (loop.model, loop.optimizer)
+    run.state.step = 1
+    loop.optimizer.step()
+    run.maybe_save(*parts)
+    assert state_of(run.out)["step"] == 0
+    run.saved -= 601
+    run.maybe_save(*parts)
+    assert state_of(run.out)["step"] == 1
 
 
 def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypatch):

@@ -1,0 +1,124 @@
+"""The flags of a training run, and their defaults, which depend on the checkpoint.
+
+The switches of the objective are in grpo.py. `settle` fills in what no flag says.
+"""
+from dataclasses import dataclass, replace
+
+from runtime.device import DEVICE, TYPES, compute_dtype
+from runtime.flags import flag
+
+BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint: see Defaults
+SAYS_SO = "; -1: by the checkpoint"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is about, where it is kept, and how often."""
+    out: str = flag("runs/tiny", "directory of the run", common=True)
+    seed: int = flag(0, "seed of weights, questions and sampling", common=True)
+    model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
+    data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
+    task: str = flag(
+        "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
+            "notes, and evidence with --data", common=True)
+    reward: str = flag(
+        "", "what scores in the task's place: path/to/file.py[:function]")
+    method: str = flag(
+        "saved", "rlm1: children have a REPL; rlm2: theirs, too; rlm0: there are no "
+                 "children; saved: as rlm.json says",
+        choices=("saved", "rlm0", "rlm1", "rlm2"))
+    plan: bool = flag(False, "print what the run needs in memory and stop")
+    resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
+    heldout: int = flag(128, "held-out questions, where they are generated", 1)
+    eval_every: int = flag(
+        0, "steps between held-out evaluations; 0: only before and after GRPO")
+    sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
+                        choices=("require", "auto", "off"))
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """The supervised steps before GRPO."""
+    warmup: str = flag(
+        "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
+            "scripts for a model that is made, nothing with --model", common=True)
+    warmup_steps: int = flag(
+        BY_CHECKPOINT, "supervised steps before GRPO; 0: none" + SAYS_SO, BY_CHECKPOINT)
+    warmup_lr: float = flag(
+        float(BY_CHECKPOINT), "peak rate of the warm-up" + SAYS_SO, BY_CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """What a step of GRPO samples, and how it updates."""
+    steps: int = flag(
+        BY_CHECKPOINT, "GRPO steps; fewer, if ten in a row had nothing to learn from"
+        + SAYS_SO, BY_CHECKPOINT, common=True)
+    tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
+    questions: int = flag(8, "questions per step", 1, common=True)
+    group: int = flag(
+        8, "trees per question; their mean reward is the baseline", 2, common=True)
+    lr: float = flag(
+        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth" + SAYS_SO,
+        BY_CHECKPOINT, common=True)
+    lora_rank: int = flag(
+        0, "train adapters of this rank in GRPO; 0: all weights", common=True)
+    dtype: str = flag(
+        "auto", "what layers compute in; auto: bfloat16 on a GPU, and for weights of 16 "
+                "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a checkpoint gets where no flag says otherwise."""
+    warmup_steps: int
+    warmup_lr: float
+    warmup_trees: int  # scripted trees, run once and reused
+    warmup_rows: int  # nodes per supervised step
+    steps: int
+    lr: float
+    max_norm: float  # gradients are clipped to this
+    adapters: float  # adapters learn at so many times the rate of all weights
+
+
+# Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
+SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
+                   steps=50, lr=7e-4, max_norm=0.2, adapters=4.0)
+# The rates of published runs.
+PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
+                      steps=100, lr=1e-6, max_norm=1.0, adapters=20.0)
+
+
+def defaults(rlm_config) -> Defaults:
+    return SCRATCH if rlm_config.scratch else PRETRAINED
+
+
+def settle(config, rlm_config):
+    """The flags, with what depends on the checkpoint filled in. `rlm_config` is that of
+    --model. Those of a resumed run are all given."""
+    if config.dtype == "auto":
+        dtype = compute_dtype(config.model)
+        config = replace(config, dtype=str(dtype).removeprefix("torch."))
+    suits = defaults(rlm_config) if config.model else SCRATCH
+    times = suits.adapters if config.lora_rank else 1.0
+    values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
+              "steps": suits.steps, "lr": suits.lr * times}
+    if config.model:
+        values["warmup_lr"] *= times
+        if not config.warmup:  # it would undo what the checkpoint learnt
+            values["warmup_steps"] = 0
+    missing = {name: value for name, value in values.items()
+               if getattr(config, name) == BY_CHECKPOINT}
+    return replace(config, **missing)
+
+
+def opening(config, rlm_config) -> str:
+    """What a run begins with and why, for people."""
+    kind = "made from nothing" if rlm_config.scratch else "pretrained"
+    trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
+    return (f"a model {kind}, in {config.dtype} on {DEVICE}; {rlm_config.style} prompts, a "
+            f"window of {rlm_config.window:,} tokens; trees of at most "
+            f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
+            f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then GRPO, "
+            f"{config.steps} steps on {trained} at {config.lr:g}\n"
+            f"Ctrl-C keeps what is done, and this continues:")
