@@ -5,12 +5,15 @@
     python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
     python eval.py --api http://localhost:8000/v1 --api-model NAME --html report.html
 
-Every method gets the same questions, others than those of training. Scores are means with
-95 % intervals, and methods are compared question by question. Trees that the machine or a
-server lost are counted apart and stay out of the means. With --out FILE the same command,
-started again, asks only what the file lacks.
+Every method gets the same questions, and training has seen none of them. Scores are means
+with 95 % intervals, and methods are compared question by question. Trees that the machine
+or a server lost are counted apart and stay out of the means. With --out FILE the same
+command, started again, asks only what the file lacks. Left out: several answers per
+question (pass@k), and intervals over training runs (lab/ablation.py).
 
-All but the last section is a library that train.py uses as well.
+Tried: a bootstrap alone, which was sure of the mean of four equal scores; now `interval`
+widens it. Questions of a single length, whose scores were luck (docs/results.md); now the
+lengths of a task differ. All but the last section is a library that train.py uses too.
 """
 import argparse
 import asyncio
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import runtime.threads  # before torch: it says how torch's threads wait
 
@@ -50,53 +54,17 @@ Z = 1.959964  # of a 95 % interval
 FEW = 20  # scores; see `interval`
 
 
-def length_of(task: Task) -> int:
-    """Of its context: characters / 4, so about tokens, and the same for every model. Where
-    a program says "length", it means this."""
-    return len(rlm.as_text(task.context)) // 4
-
-
 # ------------------------------------------------------------------------------------------
-# Answers
-
-async def ask(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-              score: Callable = tasks.reward) -> tuple[dict, Rollout]:
-    """One question, answered by one method -> (its record, its tree)."""
-    used: Counter = Counter()  # tokens: prompt, reused, sampled
-    begun = time.monotonic()
-    grow = rlm.rollout
-    if method.startswith("rlm"):
-        config = rlm_config(method, config)
-    else:
-        from lab import methods
-        grow = partial(methods.answer, method)
-
-    async def counted(node: Node, max_tokens: int, key: tuple) -> Completion:
-        done = await policy(node, max_tokens, key)
-        used.update(done.usage)
-        return done
-
-    tree = await rlm.grown(task, counted, tokenizer, config, key, score, task.id, grow)
-    return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
-                              "seconds": round(time.monotonic() - begun, 3)}, tree
-
-
-def record_of(tree: Rollout) -> dict:
-    """What a tree says by itself."""
-    nodes = list(tree.root.walk())
-    return {"id": tree.task.id, "context": length_of(tree.task), "score": tree.reward,
-            "failed": tree.failed, "end": tree.root.end, "nodes": len(nodes),
-            "out": sum(node.sampled + node.counted for node in nodes)}
-
+# Methods
 
 def trained_as(config: RLMConfig) -> str:
-    """The method of a checkpoint's own configuration."""
+    """The method that a checkpoint was trained as."""
     return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
 
 
 def rlm_config(method: str, config: RLMConfig) -> RLMConfig:
-    """That of the checkpoint, with a REPL for nodes down to the depth in the method's name;
-    rlm0 may not call itself. Raises ValueError for children where there may be none."""
+    """The checkpoint's configuration, with REPLs down to the depth in the method's name; a
+    root of rlm0 is alone. Raises ValueError where the checkpoint has no children."""
     depth = int(method.removeprefix("rlm"))
     if depth == 0:
         return replace(config, max_depth=0, max_nodes=1)
@@ -105,26 +73,25 @@ def rlm_config(method: str, config: RLMConfig) -> RLMConfig:
     return replace(config, max_depth=depth)
 
 
-async def side_by_side(one: Callable, items, at_once: int, config: RLMConfig,
-                       label: str) -> None:
-    """`await one(item)` for all items, up to `at_once` trees at a time, under a progress
-    bar. The first exception ends all and is raised."""
-    gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
-
-    async def gated(item) -> None:
-        async with gate:
-            await one(item)
-        bar.update()
-
-    with tqdm(total=len(items), desc=label, leave=False, disable=None) as bar:
-        await asyncio.gather(*map(gated, items))
-
-
 # ------------------------------------------------------------------------------------------
 # Statistics
 
+def record_of(rollout: Rollout) -> dict:
+    """What the statistics read of an answer."""
+    nodes = list(rollout.root.walk())
+    return {"id": rollout.task.id, "context": length_of(rollout.task),
+            "score": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
+            "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
+
+
+def length_of(task: Task) -> int:
+    """The length of its context, which is everywhere characters / 4: about tokens, and the
+    same for every model."""
+    return len(rlm.as_text(task.context)) // 4
+
+
 def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
-    """One row of the table: means per question, over the questions that did not fail."""
+    """A row of the table: means over the questions that did not fail."""
     scored = [r for r in records if not r["failed"]]
 
     def mean(name: str) -> float | None:
@@ -143,12 +110,12 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
 
 
 def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
-    """The 95 % interval of the mean of scores that can be `least` to 1.
+    """The 95 % interval of the mean of scores between `least` and 1.
 
-    Of a share (all scores are 0 or 1) Wilson's (1927). Of others the percentiles of 2,000
-    bootstrap resamples (Efron, 1979), from a fixed seed. Fewer than FEW scores, or equal
-    ones, show too little for that. Then the interval is widened: as many as z²/(n + z²) of
-    all questions may score `least` or 1, and none of them be among these n."""
+    Where all scores are 0 or 1 it is Wilson's (1927). Otherwise it has the percentiles of
+    2,000 bootstrap resamples (Efron, 1979) from a fixed seed. Fewer than FEW scores, or
+    equal ones, show too little for a bootstrap. Then it is widened: of all questions a
+    share z²/(n + z²) may score `least`, or 1, though none of these n did."""
     values = np.asarray(scores, dtype=float)
     n, mean, z2 = len(values), float(values.mean()), Z ** 2
     if least == 0.0 and np.isin(values, (0.0, 1.0)).all():
@@ -165,8 +132,8 @@ def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
 
 
 def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
-    """Each pair of methods on the questions that both were scored on: the mean difference
-    with its 95 % interval. `cells`: (task, length, method) -> {question: record}."""
+    """For each two methods the mean difference of their scores, question by question, with
+    its 95 % interval. `cells`: {(task, length, method): {question: record}}."""
     rows = []
     for (one, a), (two, b) in itertools.combinations(cells.items(), 2):
         both = [i for i in a if i in b and not a[i]["failed"] and not b[i]["failed"]]
@@ -224,37 +191,83 @@ def read_flags() -> argparse.Namespace:
 
 
 def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple[dict, Rollout]]:
-    """What is in the file of --out: (kind, length, method, number of the question) ->
-    (record, tree). Its first line has the settings; ValueError if they are others."""
+    """The answers in the file of --out: {(kind, length, method, number of the question):
+    (record, rollout)}. Raises ValueError if its first line has other settings."""
     lines = []
     if os.path.exists(path):
-        *lines, _ = Path(path).read_text().split("\n")  # _ is what a kill has cut, or ""
+        *lines, _ = Path(path).read_text().split("\n")  # a kill may have cut the last line
     if lines and json.loads(lines[0]) != settings:
         raise ValueError(f"{path} was written by another command: name another --out")
     write_text(path, "".join(line + "\n" for line in lines or [json.dumps(settings)]))
     answers = {}
     for row in map(json.loads, lines[1:]):
-        name, tree = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
-        answers[name] = row, tree
+        name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
+        answers[name] = row, rollout
     return answers
 
 
-def run(args: argparse.Namespace) -> None:
-    """Ask every method every question that --out lacks, and write what comes of it."""
+def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None) -> list:
+    """The questions of a task: of --data the side that --split names, or generated."""
+    if not args.data:
+        return heldout_tasks(args.n, kind, args.seed, length=length,
+                             heldout=args.split != "train")
+    rows = tasks.read(args.data, kind)
+    if args.split != "all":
+        trained, heldout = tasks.split(rows)
+        rows = trained if args.split == "train" else heldout
+    return rows[:args.n]
+
+
+async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
+                 score: Callable = tasks.reward) -> tuple[dict, Rollout]:
+    """A method's answer to a question -> (its record, with its tokens and seconds; its
+    tree)."""
+    used: Counter = Counter()  # tokens: prompt, reused, sampled
+    begun = time.monotonic()
+    grow = rlm.rollout
+    if method.startswith("rlm"):
+        config = rlm_config(method, config)
+    else:
+        from lab import methods
+        grow = partial(methods.answer, method)
+
+    async def counted(node: Node, max_tokens: int, key: tuple) -> Completion:
+        done = await policy(node, max_tokens, key)
+        used.update(done.usage)
+        return done
+
+    rollout = await rlm.grown(task, counted, tokenizer, config, key, score, task.id, grow)
+    return record_of(rollout) | {"in": used["prompt"], "out": used["sampled"],
+                                 "seconds": round(time.monotonic() - begun, 3)}, rollout
+
+
+async def side_by_side(one: Callable, items: list, at_once: int, label: str) -> None:
+    """`await one(item)` for all items, up to `at_once` at a time, under a progress bar."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def gated(item) -> None:
+        async with gate:
+            await one(item)
+        bar.update()
+
+    with tqdm(total=len(items), desc=label, leave=False, disable=None) as bar:
+        await asyncio.gather(*map(gated, items))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Put to every method every question that --out lacks, and write the results."""
     args.tasks = args.tasks or [tasks.usual(args.data)]
     loaded = [tasks.load(spec) for spec in args.tasks]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
-    data = args.data and tasks.read(args.data, loaded[0])
-    if data and args.split != "all":
-        data = tasks.split(data)[args.split == "heldout"]  # as train.py splits it
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
     if args.api:
-        asked = rlm.RLM.from_api(args.api, args.api_model, args.temperature, args.sandbox)
+        model = rlm.RLM.from_api(args.api, args.api_model, args.temperature, args.sandbox)
     elif args.model:
-        asked = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=64)
-        config, tokenizer = asked.config, asked.tokenizer
+        model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=64)
+        config, tokenizer = model.config, model.tokenizer
     args.methods = args.methods or [trained_as(config)]
+    at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
     settings = {name: value for name, value in vars(args).items()
                 if name not in ("out", "html", "save")}
     answers = earlier_answers(args.out, settings) if args.out else {}
@@ -262,26 +275,23 @@ def run(args: argparse.Namespace) -> None:
     async def one(question: tuple[tuple, Task]) -> None:
         name, task = question
         script = args.policy and tasks.scripted(kinds[task.kind].oracle, task, tokenizer)
-        record, tree = await ask(name[2], task, script or asked.policy, tokenizer, config,
-                                 (args.seed, *name), score)
-        tree = replace(tree, task=replace(task, context=None))  # a seed makes it again
-        answers[name] = record, tree
+        record, rollout = await answer(name[2], task, script or model.policy, tokenizer,
+                                       config, (args.seed, *name), score)
+        rollout = replace(rollout, task=replace(task, context=None))  # which a seed gives
+        answers[name] = record, rollout
         if args.out:
             with open(args.out, "a", encoding="ascii") as file:
-                row = {"name": name, **record, "tree": tree}
+                row = {"name": name, **record, "tree": rollout}
                 print(json.dumps(row, default=vars), file=file)
 
     print(report.HEAD)
     cells, rows = {}, []
     for cell in itertools.product(kinds, args.lengths, args.methods):
-        questions = data[:args.n] if data else heldout_tasks(
-            args.n, kinds[cell[0]], args.seed, length=cell[1],
-            heldout=args.split != "train")
+        questions = questions_of(args, kinds[cell[0]], cell[1])
         names = [(*cell, i) for i in range(len(questions))]
         todo = [(name, task) for name, task in zip(names, questions)
                 if name not in answers or answers[name][1].failed]
-        label, at_once = f"{cell[0]} {cell[2]}", 8 if args.api else 64
-        asyncio.run(side_by_side(one, todo, at_once, config, label))
+        asyncio.run(side_by_side(one, todo, at_once, f"{cell[0]} {cell[2]}"))
         cells[cell] = {name[3]: answers[name][0] for name in names}
         rows.append(summary(list(cells[cell].values()), *cell))
         print(report.table_line(rows[-1]))
@@ -291,7 +301,7 @@ def run(args: argparse.Namespace) -> None:
     pairs = differences(cells)
     for pair in pairs:
         print(report.difference_line(pair))
-    trees = [tree for _, tree in answers.values()]
+    trees = [rollout for _, rollout in answers.values()]
     labels = [" ".join(str(part) for part in name if part is not None) for name in answers]
     if args.save:
         write_rollouts(args.save, trees)
@@ -306,7 +316,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     try:
-        run(read_flags())
+        compare(read_flags())
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; with --out the same command goes on")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:

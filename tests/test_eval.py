@@ -164,13 +164,13 @@ def test_a_run_killed_anywhere_asks_only_what_is_missing_and_has_the_same_result
     part.write_bytes(whole[:cut_at])
     kept = whole[:cut_at].count(b"\n") - 1
 
-    asked, real = [], evaluation.ask
+    asked, real = [], evaluation.answer
 
     async def note(method, task, *args, **more):
         asked.append((task.kind, method, task.id))
         return await real(method, task, *args, **more)
 
-    monkeypatch.setattr(evaluation, "ask", note)
+    monkeypatch.setattr(evaluation, "answer", note)
     assert command(*FLAGS, "--out", part, "--html", tmp_path / "r.html")[0] is None
     assert len(asked) == 12 - kept == len(set(asked))
     assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 12

@@ -32,8 +32,8 @@ def answer(name, task, says, tokenizer=None, **config):
         ids = [*tokenizer.encode(text), tokenizer.end_of_turn] if tokenizer else []
         return Completion(text, tuple(ids), (0.0,) * len(ids), usage={})
 
-    _, tree = asyncio.run(evaluation.ask(name, task, policy, tokenizer, RLMConfig(**config),
-                                         ("k",), lambda task, answer: 0.0))
+    _, tree = asyncio.run(evaluation.answer(
+        name, task, policy, tokenizer, RLMConfig(**config), ("k",), lambda *_: 0.0))
     assert not tree.failed
     return tree.root
 
