@@ -236,7 +236,8 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         used.update(done.usage)
         return done
 
-    rollout = await rlm.grown(task, counted, tokenizer, config, key, score, task.id, grow)
+    rollout = await rlm.scored_rollout(
+        task, counted, tokenizer, config, key, score, task.id, grow)
     return record_of(rollout) | {"in": used["prompt"], "out": used["sampled"],
                                  "seconds": round(time.monotonic() - begun, 3)}, rollout
 
@@ -261,11 +262,13 @@ def compare(args: argparse.Namespace) -> None:
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
+    policy = None
     if args.api:
-        model = rlm.RLM.from_api(args.api, args.api_model, args.temperature, args.sandbox)
+        from lab.api import API
+        policy = API(args.api, args.api_model, args.temperature)
     elif args.model:
         model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=64)
-        config, tokenizer = model.config, model.tokenizer
+        config, tokenizer, policy = model.config, model.tokenizer, model.policy
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
     settings = {name: value for name, value in vars(args).items()
@@ -275,8 +278,8 @@ def compare(args: argparse.Namespace) -> None:
     async def one(question: tuple[tuple, Task]) -> None:
         name, task = question
         script = args.policy and tasks.scripted(kinds[task.kind].oracle, task, tokenizer)
-        record, rollout = await answer(name[2], task, script or model.policy, tokenizer,
-                                       config, (args.seed, *name), score)
+        record, rollout = await answer(name[2], task, script or policy, tokenizer, config,
+                                       (args.seed, *name), score)
         rollout = replace(rollout, task=replace(task, context=None))  # which a seed gives
         answers[name] = record, rollout
         if args.out:

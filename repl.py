@@ -415,8 +415,8 @@ def short_traceback(error: BaseException) -> str:
 
 def main() -> None:
     """Type code at a prompt. No model answers its queries; rlm.py has one."""
-    from rlm import read_context
     from runtime import flags
+    from runtime.files import read_texts
 
     parser = flags.parser("Sit in the REPL that the model sits in.")
     parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
@@ -424,7 +424,7 @@ def main() -> None:
                         help="namespaces around it (default auto: where possible)")
     args = parser.parse_args()
     try:
-        prompt(read_context(args.files) if args.files else "", args.sandbox)
+        prompt(read_texts(args.files) if args.files else "", args.sandbox)
     except (OSError, REPLError) as error:
         sys.exit(f"repl.py: {error}")
 
@@ -433,8 +433,8 @@ def prompt(context: Any, sandbox: str) -> None:
     """Read blocks and run them, until FINAL."""
     import asyncio
 
-    from rlm import describe
     from tasks.in_repl import TOOLS, source
+    from tasks.text import describe
 
     names = ("answer", *FUNCTIONS, *(tool.__name__ for tool in TOOLS))
     print(describe(context, "full"), "there are: " + ", ".join(names), sep="\n")

@@ -2,38 +2,34 @@
 
 The context never enters the model's window. It is the variable `context` in a Python
 REPL. The model writes ```repl blocks, sees what they print, and ends by calling
-FINAL(value) in one. Its code may call the model again: rlm_query starts a child with a
-REPL of its own, llm_query asks for one plain completion. Parent and child are the same
-policy, and the result is a tree of nodes.
+FINAL(value) in one. Its code may call the model again: rlm_query starts a child with its
+own REPL, llm_query asks for one plain completion. Parent and child are the same policy,
+and the result is a tree of nodes.
 
-Rules:
 - All blocks of a message run in order. The first error or FINAL stops the rest.
-- A message without a complete block gets a note that says so, and costs a turn.
 - A node that ends without FINAL answers with what its code has put into answer["content"].
 - Conversations are append-only. An observation ends with turn counter and question.
-- rlm_query at a depth <= max_depth makes a node with a REPL. Below, it is a plain
-  completion over prompt and context.
-- Budgets belong to the tree. Nodes and sampled tokens are reserved before use, the clock is
-  checked before each completion. It counts the time that the tree's own code runs, so no
-  score hangs on how busy the machine's sampler is. A batched query returns one value per
-  prompt; for a call that is refused, here or by the policy, it is an error string.
-- A thought (<think>...</think>) that a message begins with is neither code nor answer.
+- Below max_depth, rlm_query is a plain completion over prompt and context.
+- Budgets belong to the tree. Nodes and sampled tokens are reserved before use. The clock
+  counts the time of the tree's own code, so no score depends on how busy a machine is.
+- A batched query returns one value per prompt; a refused call gives an error string.
+- A thought (<think>...</think>) at the start of a message is neither code nor answer.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
-(None) turns carry text only. No torch is imported here: the command line and the class RLM
-load a model when they need it.
+(None) turns carry text only. No torch is imported here, except by the class RLM.
 
-Source: Recursive Language Models (arXiv 2512.24601). There an answer may also be given in
-prose, as FINAL(...). Here only a call inside the REPL counts.
+Left out: answers in prose. In the paper (Recursive Language Models, arXiv 2512.24601)
+FINAL(...) in prose answers too; here only a call inside the REPL does.
+Tried: prompts that give the size of the context, when all sizes in training are equal. The
+model then takes the number for a name, and other sizes fail (docs/results.md).
 """
 import asyncio
 import inspect
-import json
 import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +39,11 @@ from typing import Any
 import tasks
 from repl import REPL, Limits, REPLError
 from runtime import flags, handed_in
-from runtime.files import read_json, write_json
+from runtime.files import read_json, read_texts, write_json
 from runtime.repl_server import trees_at_once
 from tasks import Task
 from tasks.in_repl import help_of, source
+from tasks.text import as_text, describe
 from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
 
 
@@ -65,15 +62,20 @@ class RLMConfig:
     scratch: bool = False  # made from nothing: train.py takes other learning rates
     limits: Limits = field(default_factory=Limits)
 
-    @classmethod
-    def load(cls, path: str) -> "RLMConfig":
-        """From rlm.json. Raises OSError, ValueError, or TypeError for an unknown field."""
-        raw = read_json(path)
-        limits = Limits(**raw.pop("limits", {}))
-        return cls(**raw, limits=limits)
-
     def save(self, path: str) -> None:
         write_json(path, asdict(self))
+
+
+def load_config(model_dir: str, positions: float = math.inf,
+                sandbox: str = "auto") -> RLMConfig:
+    """rlm.json of a checkpoint, or the defaults. The window is at most the model's
+    positions. `sandbox` (see repl.Limits) depends on this machine, so it is not read from
+    the file. Raises OSError, ValueError, or TypeError for an unknown field."""
+    path = Path(model_dir, "rlm.json")
+    saved = read_json(path) if path.exists() else {}
+    limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
+    config = RLMConfig(**saved, limits=limits)
+    return replace(config, window=min(config.window, positions))
 
 
 # ------------------------------------------------------------------------------------------
@@ -82,53 +84,38 @@ class RLMConfig:
 TRIES = 2  # of a tree
 
 
-async def rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = (),
-                  tools: Iterable[Callable] = ()) -> Node:
-    """Run one tree for a task and return its root; the answer is root.answer.
+async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
+                  key: tuple = ()) -> Node:
+    """Grow one tree for a task and return its root; the answer is root.answer.
 
-    `key` seeds the sampling: every completion gets (*key, path, turn). `tools` are
-    functions for the code, beside those of the task's kind. They travel to the REPL as
-    source text (tasks/in_repl.py says what they may use).
-
-    The policy's mistakes end nodes (`Node.end` says how). Other exceptions come from the
-    machine: a REPL that could not be started, a sampler error. The tree is then lost."""
-    tree = _Tree(task, policy, tokenizer, config, key, tools)
+    `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
+    mistakes end nodes (`Node.end` says how). Other exceptions come from the machine: a REPL
+    that could not be started, a sampler error. The tree is then lost."""
+    tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
     if tree.open(root, task.query, task.context):
         root.end = "window"
         return root
-    try:
-        await tree.run(root, task.query, task.context)
-    except ExceptionGroup as error:  # children run in groups
-        raise first_of(error)
+    await tree.converse(root, task.query, task.context)
     return root
-
-
-def first_of(error: BaseException) -> BaseException:
-    """Of errors in groups, one inside another, the first real one."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                   key: tuple = (), groups: Sequence[str] = (), at_once: int = 256,
                   on_done=lambda rollout: None, numbers: Sequence[int] = (),
                   score: Callable = tasks.reward) -> list[Rollout]:
-    """Run and score one tree for each question, up to `at_once` side by side.
+    """One tree with its reward for each question, up to `at_once` side by side, in order.
 
-    Returns the rollouts in order. A tree's key ends with its place in the list, or with its
-    number in `numbers`, where this process has only a share of the trees. `groups` names
-    those that are compared with each other; without it they are the questions' ids.
-    `score` is described at `scored`. `on_done` sees each rollout as it ends.
-
-    Trees that the machine lost come back with `failed` set. If all are lost, REPLError says
-    why. What a handed-in file or a score raises ends all at once."""
+    A tree's key ends with its place in the list, or with its number in `numbers`, where
+    this process has only a share of the trees. `groups` names those that are compared with
+    each other; without it they are the questions' ids. `on_done` sees each rollout as it
+    ends. `score` is described at `reward_of`. Raises REPLError if every tree is lost, and
+    what a user's file or a score raises."""
     gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
 
     async def one(number: int, group: str, task: Task) -> Rollout:
         async with gate:
-            done = await grown(
+            done = await scored_rollout(
                 task, policy, tokenizer, config, (*key, number), score, group)
         on_done(done)
         return done
@@ -141,14 +128,14 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     return rollouts
 
 
-async def grown(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                score: Callable = tasks.reward, group: str = "",
-                grow: Callable = rollout) -> Rollout:
-    """One tree with its score; `grow` makes it.
+async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
+                         score: Callable = tasks.reward, group: str = "",
+                         grow: Callable = rollout) -> Rollout:
+    """One tree with its reward; `grow` makes it.
 
-    One that the machine lost is grown once more: if the REPL server is killed, all trees
-    are lost at once. If that fails too, or its score could not be had, `failed` says why
-    and the reward is 0: keep it out of means and baselines."""
+    A tree that the machine lost is grown once more: if the REPL server is killed, all trees
+    are lost at once. If that fails too, or no score can be had, `failed` says why and the
+    reward is 0: keep it out of means and baselines."""
     for _ in range(TRIES):
         try:
             root = await grow(task, policy, tokenizer, config, key)
@@ -160,21 +147,19 @@ async def grown(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
     else:
         return Rollout(task, group, Node(end="failed"), 0.0, failed)
     try:
-        return Rollout(task, group, root, await scored(score, task, root))
+        return Rollout(task, group, root, await reward_of(root, task, score))
     except Unscored as error:
         return Rollout(task, group, root, 0.0, repr(error))
 
 
-async def scored(score: Callable, task: Task, root: Node) -> float:
-    """The reward of a tree: score(task, answer), or score(task, answer, root) if it takes
-    three parameters; plain or async. Where `score` replaces that of the task, the task's
-    own comes first and is kept as root.score. Raises ValueError if a reward is not finite.
-    """
-    own = getattr(tasks.of(task), "score", None)
-    if own and score is not tasks.reward:
-        root.score = await scored(tasks.reward, task, root)
-    given = (task, root.answer, root)[:len(inspect.signature(score).parameters)]
-    reward = score(*given)
+async def reward_of(root: Node, task: Task, score: Callable) -> float:
+    """score(task, answer), or score(task, answer, root) if it takes three parameters; plain
+    or async. If `score` replaces that of the task, the task's own is computed first and
+    kept as root.score. Raises ValueError if the reward is not finite."""
+    if score is not tasks.reward and hasattr(tasks.of(task), "score"):
+        root.score = await reward_of(root, task, tasks.reward)
+    arguments = (task, root.answer, root)[:len(inspect.signature(score).parameters)]
+    reward = score(*arguments)
     if inspect.isawaitable(reward):
         reward = await reward
     if not math.isfinite(reward):
@@ -188,15 +173,10 @@ async def scored(score: Callable, task: Task, root: Node) -> float:
 class _Tree:
     """One tree while it grows: its budgets, and what its nodes share."""
 
-    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                 tools: Iterable[Callable]):
-        self.kind = tasks.of(task)
-        self.tools = (*getattr(self.kind, "TOOLS", ()), *tools)
-        self.task = task
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.config = config
-        self.key = key
+    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple):
+        self.task, self.kind = task, tasks.of(task)
+        self.policy, self.tokenizer = policy, tokenizer
+        self.config, self.key = config, key
         self.nodes_left = config.max_nodes - 1
         self.tokens_left = config.tree_tokens
         self.seconds_left = config.seconds
@@ -204,9 +184,9 @@ class _Tree:
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns. Returns "", or an error text if they leave no room
         for an answer."""
-        system, user = opening(node, query, context, self.kind, self.tools, self.config)
-        ids = self.tokenizer.open(system, user) if self.tokenizer else []
-        size = len(ids) if self.tokenizer else about(system) + about(user)
+        system, user = opening(node, query, context, self.kind, self.config)
+        ids = self.tokenizer.open(system, user) if self.tokenizer else ()
+        size = len(ids) or about(system) + about(user)
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
@@ -215,54 +195,56 @@ class _Tree:
         node.add(Turn("user", user, tuple(ids)))
         return ""
 
-    async def run(self, node: Node, query: str, context: Any) -> None:
+    async def converse(self, node: Node, query: str, context: Any) -> None:
         """Let an opened node speak until it ends; fills answer, end and children."""
         if node.kind == "llm":
-            completion = await self.sample(node, 0)
-            if completion is not None:
-                node.answer, node.end = spoken(completion.text), "text"
+            await self.sample(node)
+            if not node.end:
+                node.answer, node.end = spoken(node.turns[-1].text), "text"
             return
 
-        async with REPL(context, source(self.tools), self.config.limits) as repl:
+        tools = source(getattr(self.kind, "TOOLS", ()))
+        printed = notes = ""
+        async with REPL(context, tools, self.config.limits) as repl:
             for turn in range(self.config.max_turns):
-                completion = await self.sample(node, turn)
-                if completion is None:
-                    return
-                printed, notes = await self.act(node, repl, turn, context)
+                if turn > 0:
+                    self.observe(node, query, printed, notes)
+                if not node.end:
+                    await self.sample(node)
+                if not node.end:
+                    printed, notes = await self.act(node, repl, context)
                 if node.end:
                     return
-                if turn + 1 == self.config.max_turns:
-                    node.end = "turns"
-                elif not self.observe(node, query, printed, notes):
-                    node.end = "window"
-                    return
+        node.end = "turns"
 
-    async def sample(self, node: Node, turn: int) -> Completion | None:
-        """One completion. Its tokens are reserved from the tree's budget first. If
-        nothing is left or it is refused, returns None and sets the node's end."""
+    async def sample(self, node: Node) -> None:
+        """Add one completion, whose tokens are reserved from the tree's budget first. Sets
+        the node's end if nothing is left or the policy refuses."""
         room = self.config.window - self.size(node)
         granted = min(self.config.turn_tokens, room, self.tokens_left)
         if granted < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
-            return None
+            return
+
         self.tokens_left -= granted
         try:
-            completion = await self.policy(node, granted, (*self.key, node.path, turn))
+            completion = await self.policy(
+                node, granted, (*self.key, node.path, node.written))
         except Refused:
             self.tokens_left += granted
             node.end = "refused"
-            return None
+            return
+
         used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
         self.tokens_left += granted - used
         if not completion.ids:
             node.counted += used
         node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
-        return completion
 
-    async def act(self, node: Node, repl: REPL, turn: int,
-                  context: Any) -> tuple[str, str]:
-        """Run the blocks of the last message. Returns what the model sees next, in two
+    async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
+        """Execute the blocks of the last message. Returns what the model sees next, in two
         parts: what was printed, then errors and hints. Or sets the node's end."""
+        turn = node.written - 1
         blocks, prose = parse(node.turns[-1].text)
         hints = [IN_PROSE] if re.search(r"\bFINAL(_VAR)?\(", prose) else []
         if not blocks:
@@ -285,19 +267,17 @@ class _Tree:
                 node.answer = result.draft  # stands, unless FINAL comes
             if result.done:
                 node.answer, node.end = result.final, "final"
-                break
-            if result.died:
+            elif result.died:
                 # `died` may come from hostile code that answered in the worker's place.
                 node.end = result.died if result.died in ENDS else "protocol"
-                break
-            if result.error:
+            if node.end or result.error:
                 break
         return tuple("\n".join(part.rstrip("\n") for part in parts)
                      for parts in (printed, notes))
 
-    def observe(self, node: Node, query: str, printed: str, notes: str) -> bool:
-        """Append what the model sees next, halved until another message fits behind it:
-        what was printed first, then the notes. False if not even an empty one fits."""
+    def observe(self, node: Node, query: str, printed: str, notes: str) -> None:
+        """Add what the model sees next, halved until another message fits behind it: what
+        was printed first, then the notes. Sets the node's end if nothing fits."""
         room = self.config.window - self.size(node)
         most = room - min(self.config.turn_tokens, room // 2)
         shown, told = len(printed), len(notes)
@@ -305,23 +285,22 @@ class _Tree:
             parts = [cut(printed, shown, FULL_WINDOW), cut(notes, told, FULL_WINDOW)]
             text = observation("\n".join(filter(None, parts)), node.written + 1,
                                self.config.max_turns, query, self.config.style)
-            ids = []
+            ids = ()
             if self.tokenizer:
                 closed = node.turns[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
                 ids = self.tokenizer.observe(text, closed)
-            size = len(ids) if self.tokenizer else about(text)
+            size = len(ids) or about(text)
             if size < most or not shown + told:
                 break
             shown, told = (shown // 2, told) if shown else (0, told // 2)
         if size < room:
             node.add(Turn("user", text, tuple(ids)))
-        return size < room
+        else:
+            node.end = "window"
 
     def size(self, node: Node) -> int:
         """Tokens of a conversation, estimated where there is no tokenizer."""
-        if self.tokenizer:
-            return len(node.ids)
-        return sum(about(turn.text) for turn in node.turns)
+        return len(node.ids) or sum(about(turn.text) for turn in node.turns)
 
     async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
                     contexts: list | None) -> list:
@@ -332,9 +311,9 @@ class _Tree:
         elif contexts is None:
             contexts = [context] * len(prompts)  # a child without one gets its parent's
         if parent.depth >= self.config.max_depth:
-            kind = "llm"  # below max_depth nobody has a REPL
+            kind = "llm"  # below max_depth no node has a REPL
         values: list[Any] = [None] * len(prompts)
-        running, limit = [], self.config.max_nodes
+        opened, limit = [], self.config.max_nodes
         for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
             if self.nodes_left < 1:
                 values[i] = f"Error: the tree's budget of {limit} nodes is used up"
@@ -343,16 +322,19 @@ class _Tree:
             values[i] = self.open(child, prompt, part)
             if values[i]:
                 continue
-            self.nodes_left -= 1  # reserved before anything is dispatched
+            self.nodes_left -= 1  # reserved before any child starts
             parent.children.append(child)
-            running.append((i, child, prompt, part))
+            opened.append((i, child, prompt, part))
 
         # If the machine loses one child, the group ends its siblings: the tree is lost.
-        async with asyncio.TaskGroup() as group:
-            for _, child, prompt, part in running:
-                group.create_task(self.run(child, prompt, part))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _, child, prompt, part in opened:
+                    group.create_task(self.converse(child, prompt, part))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
-        for i, child, _, part in running:
+        for i, child, _, part in opened:
             values[i] = child.answer
             if hasattr(self.kind, "part_score"):
                 child.score = self.kind.part_score(self.task, part, child.answer)
@@ -451,7 +433,7 @@ BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
 
 
 def opening(node: Node, query: str, context: Any, kind: ModuleType,
-            tools: Iterable[Callable], config: RLMConfig) -> tuple[str, str]:
+            config: RLMConfig) -> tuple[str, str]:
     """The system and the user message that open a node."""
     if node.kind == "llm":
         return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
@@ -465,7 +447,7 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
         system = FULL.format(
             output=config.limits.output_chars, turns=config.max_turns,
             tokens=config.turn_tokens, calls=calls, delegate=delegate,
-            tools=help_of(tools), strategy=strategy)
+            tools=help_of(getattr(kind, "TOOLS", ())), strategy=strategy)
     return system, f"{query}\n{describe(context, config.style)}"
 
 
@@ -477,22 +459,6 @@ def observation(seen: str, turn: int, turns: int, query: str, style: str) -> str
     head = f"REPL output:\n{seen}" if seen else "The REPL printed nothing."
     last = " This is the last: call FINAL in it." if turn == turns else ""
     return f"{head}\n\nMessage {turn} of {turns}.{last} The question: {short}"
-
-
-def describe(context: Any, style: str) -> str:
-    """Type and size of a context, for the opening prompt."""
-    kind = type(context).__name__
-    if not isinstance(context, (str, dict, list)):
-        return f"context: {kind}"
-    if style == "brief" or isinstance(context, str):
-        return f"context: {kind} of {len(context)}"
-    parts = context.values() if isinstance(context, dict) else context
-    size = sum(len(as_text(part)) for part in parts)
-    return f"context: {kind} of {len(context)} items, {size} characters in all"
-
-
-def as_text(context: Any) -> str:
-    return context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)
 
 
 # ------------------------------------------------------------------------------------------
@@ -530,45 +496,16 @@ class RLM:
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 
-    @classmethod
-    def from_api(cls, url: str, model: str, temperature: float = 1.0,
-                 sandbox: str = "auto") -> "RLM":
-        """One whose model is behind a server that speaks the chat-completions protocol."""
-        from lab.api import API
+    def completion(self, query: str, context: Any) -> Any:
+        """The answer (any JSON value), or None if the model gave none. In a notebook, where
+        an event loop runs already, await `acompletion`."""
+        return asyncio.run(self.acompletion(query, context))
 
-        self = cls.__new__(cls)
-        self.config = load_config("", sandbox=sandbox)
-        self.policy = API(url, model, temperature)
-        self.tokenizer = self.sampler = None
-        self.seed = 0
-        return self
-
-    def completion(self, query: str, context: Any,
-                   tools: Iterable[Callable] = ()) -> Any:
-        """The answer (any JSON value), or None if the model gave none. `tools` as in
-        `rollout`. In a notebook an event loop runs already: await `acompletion` there."""
-        return asyncio.run(self.acompletion(query, context, tools))
-
-    async def acompletion(self, query: str, context: Any,
-                          tools: Iterable[Callable] = ()) -> Any:
-        """What `completion` returns, to be awaited."""
-        task = Task(id="question", kind="question", query=query, context=context)
-        root = await rollout(
-            task, self.policy, self.tokenizer, self.config, (self.seed,), tools)
-        self.trace = root
-        return root.answer
-
-
-def load_config(model_dir: str, positions: float = math.inf,
-                sandbox: str = "auto") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults.
-
-    The window is at most the model's positions. `sandbox` (see repl.Limits) is a matter
-    of this machine, so it does not come from the checkpoint."""
-    path = Path(model_dir, "rlm.json")
-    config = RLMConfig.load(path) if path.exists() else RLMConfig()
-    return replace(config, window=min(config.window, positions),
-                   limits=replace(config.limits, sandbox=sandbox))
+    async def acompletion(self, query: str, context: Any) -> Any:
+        task = Task("question", "question", query, context)
+        self.trace = await rollout(
+            task, self.policy, self.tokenizer, self.config, (self.seed,))
+        return self.trace.answer
 
 
 # ------------------------------------------------------------------------------------------
@@ -579,53 +516,39 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 
 def main() -> None:
     parser = flags.parser("Ask a recursive language model about files. Prints its tree, "
-                          "then the answer.",
-                          epilog="The key of --api is read from OPENAI_API_KEY.")
+                          "then the answer.")
     add = parser.add_argument
-    who = parser.add_mutually_exclusive_group(required=True)
-    who.add_argument("--demo", action="store_true", help="ask the trained model in "
-                     "assets/tiny about notes that --seed generates")
-    who.add_argument("--model", help="checkpoint directory")
-    who.add_argument("--api", metavar="URL", help="a server, as http://localhost:8000/v1")
-    add("--api-model", metavar="NAME", help="the server's model")
-    add("--seed", type=int, default=0, help="of the sampling, not with --api (default 0)")
-    add("--sandbox", default="auto", choices=("require", "auto", "off"),
-        help="namespaces around the REPL (default auto: where possible)")
+    add("--demo", action="store_true", help="ask about notes that --seed generates")
+    add("--model", default=TINY, help="checkpoint directory (default assets/tiny)")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
     add("question", nargs="?", help="what to ask")
     add("files", nargs="*", help="the context (default standard input)")
     args = parser.parse_args()
     if bool(args.question) == args.demo:
         parser.error("a question is needed, but --demo has one of its own")
-    if bool(args.api) != bool(args.api_model):
-        parser.error("--api URL and --api-model NAME go together")
     try:
         if args.demo:
             rng = random.Random(f"demo {args.seed}")
             task = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
-            task = Task("question", "question", args.question, read_context(args.files))
-        if args.api:
-            asked = RLM.from_api(args.api, args.api_model, sandbox=args.sandbox)
-        else:
-            asked = RLM(args.model or TINY, seed=args.seed, sandbox=args.sandbox)
-        answer = asked.completion(task.query, task.context)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+            context = read_texts(args.files) if args.files else sys.stdin.read()
+            task = Task("question", "question", args.question, context)
+        model = RLM(args.model, seed=args.seed)
+        model.completion(task.query, task.context)
+    except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"rlm.py: {error}")
-
-    print(render(asked.trace) + "\n")
-    if answer is None and asked.trace.end in ENDS:
-        sys.exit(f"rlm.py: no answer: {ENDS[asked.trace.end]}")
-    print(printable(as_text(answer)))  # a model must not steer a terminal
+    show(model.trace)
     if args.demo:
-        print(f"gold: {as_text(task.answer)}\nscore: {tasks.reward(task, answer):.2f}")
+        score = tasks.reward(task, model.trace.answer)
+        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}")
 
 
-def read_context(files: list[str]) -> Any:
-    """One file: its text. Several files: {name: text}. None: standard input."""
-    if not files:
-        return sys.stdin.read()
-    texts = {name: Path(name).read_text("utf-8", "replace") for name in files}
-    return texts if len(texts) > 1 else texts[files[0]]
+def show(root: Node) -> None:
+    """Print a tree and its answer. Without an answer, exits with the reason."""
+    print(render(root) + "\n")
+    if root.answer is None and root.end in ENDS:
+        sys.exit(f"no answer: {ENDS[root.end]}")
+    print(printable(as_text(root.answer)))  # a model must not steer a terminal
 
 
 if __name__ == "__main__":

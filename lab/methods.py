@@ -1,12 +1,12 @@
-"""The baselines to compare a recursive language model with, all within the same window.
+"""The baselines that a recursive language model is compared with, in the same window.
 
     direct      the context in the prompt, cut to the window; the prompt says so
     compaction  read in parts that fill the window; notes are carried from one to the next
     retrieval   the passages that BM25 finds for the question, as many as the window holds
 
-Each returns the tree of its calls, like rlm.rollout. An answer is a text: for evidence its
-lines are the sentences, for notes lines like "Kelso 3: foods", and the question says so.
-Left out: embeddings, rerankers, agents with other tools.
+Each returns the tree of its completions, like rlm.rollout. An answer is a text. For
+evidence its lines are the sentences. For notes they are like "Kelso 3: foods", and the
+question says so. Left out: embeddings, rerankers, agents with other tools.
 """
 import bisect
 import math
@@ -30,10 +30,10 @@ NOTES = ("You read a long text part by part and carry notes. Write the new notes
 async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> Node:
     """The root of a baseline's tree."""
-    query, call = task.query, Caller(policy, tokenizer, config, key)
+    query, reader = task.query, Reader(policy, tokenizer, config, key)
     if task.kind == "notes":  # the strategy names the kinds, the question does not
         query += f" One a line, as Kelso 3: foods. Of: {', '.join(notes.WORDS)}."
-    root = await BASELINES[name](query, flat(task.context), call)
+    root = await BASELINES[name](query, flat(task.context), reader)
     if task.kind == "notes":
         kinds = "|".join(notes.WORDS)
         root.answer = dict(re.findall(rf"(\w+ \d+)\W+({kinds})\b", root.answer))
@@ -44,36 +44,36 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
 
 
 # ------------------------------------------------------------------------------------------
-# The baselines: async (query, text, caller) -> root
+# The baselines: async (query, text, reader) -> root
 
-async def direct(query: str, text: str, call: "Caller") -> Node:
+async def direct(query: str, text: str, reader: "Reader") -> Node:
     def prompt(n: int) -> str:
         note = f"[These are the first {n:,} of {len(text):,} characters.]"
         return f"{query}\n\n{text[:n]}\n{note}"
 
-    n = call.fit(call.reader, prompt, len(text))
-    return await call(call.reader, prompt(n))
+    return await reader.read(prompt, len(text))
 
 
-async def compaction(query: str, text: str, call: "Caller") -> Node:
-    """The calls that read are the root's children, one after another. The root answers from
-    the last notes."""
+async def compaction(query: str, text: str, reader: "Reader") -> Node:
+    """The children read one part each, one after another. The root answers from the last
+    notes."""
     children, carried, start = [], "", 0
 
     def prompt(n: int) -> str:
         return f"{query}\nNotes: {carried}\nText:\n{text[start:start + n]}"
 
-    while n := call.fit(call.notes, prompt, len(text) - start):
-        children.append(await call(call.notes, prompt(n), path=(len(children),)))
+    while n := reader.fit(reader.notes, prompt, len(text) - start):
+        path = (len(children),)
+        children.append(await reader.complete(reader.notes, prompt(n), path))
         carried = children[-1].answer or carried
         start += n
-    root = await call(call.reader, f"{query}\n\n{carried}")
+    root = await reader.complete(reader.answer, f"{query}\n\n{carried}")
     root.children = children
     return root
 
 
-async def retrieval(query: str, text: str, call: "Caller") -> Node:
-    size = min(2000, max(200, call.config.window // 2))
+async def retrieval(query: str, text: str, reader: "Reader") -> Node:
+    size = min(2000, max(200, reader.config.window // 2))
     # As long as possible, to the end of a line or a sentence if there is one.
     chunks = re.findall(rf"(?s).{{1,{size}}}(?:\n|\. |\Z)|.{{1,{size}}}", text)
     scores = bm25(query, chunks)
@@ -84,8 +84,7 @@ async def retrieval(query: str, text: str, call: "Caller") -> Node:
         best = sorted(found[:n])  # in the order of the text
         return query + "\n\n" + "\n...\n".join(chunks[i] for i in best)
 
-    n = call.fit(call.reader, prompt, len(found))
-    return await call(call.reader, prompt(n))
+    return await reader.read(prompt, len(found))
 
 
 BASELINES = {"direct": direct, "compaction": compaction, "retrieval": retrieval}
@@ -117,17 +116,19 @@ def flat(context: str | list | dict) -> str:
     return "\n\n".join(map(rlm.as_text, parts))
 
 
-class Caller:
-    """Makes plain completions, each within the window."""
+class Reader:
+    """Plain completions, each within the window."""
 
     def __init__(self, policy, tokenizer, config: RLMConfig, key: tuple):
-        self.policy, self.tokenizer, self.config, self.key = policy, tokenizer, config, key
-        brief = config.style == "brief"  # a small window would be full of instructions
-        self.reader = rlm.LEAF if brief else READER
+        self.policy, self.tokenizer = policy, tokenizer
+        self.config, self.key = config, key
+        # The system prompts. A small window would be full of the long ones.
+        brief = config.style == "brief"
+        self.answer = rlm.LEAF if brief else READER
         self.notes = "Notes." if brief else NOTES.format(tokens=config.turn_tokens)
 
     def fit(self, system: str, prompt: Callable[[int], str], most: int) -> int:
-        """The largest n up to `most`, and up to 8 characters a token, for which prompt(n)
+        """The largest n up to `most`, and up to 8 characters per token, for which prompt(n)
         fits. The prompt must not become shorter as n grows."""
         room = self.config.window - self.config.turn_tokens  # tokens
 
@@ -138,8 +139,13 @@ class Caller:
 
         return bisect.bisect(range(1, min(most, 8 * room) + 1), room, key=size)
 
-    async def __call__(self, system: str, user: str, path: tuple = ()) -> Node:
-        """A node that has said one thing."""
+    async def read(self, prompt: Callable[[int], str], most: int) -> Node:
+        """The root that answers from as much as fits."""
+        n = self.fit(self.answer, prompt, most)
+        return await self.complete(self.answer, prompt(n))
+
+    async def complete(self, system: str, user: str, path: tuple = ()) -> Node:
+        """A node of one completion."""
         node = Node(path, kind="llm", end="text")
         ids = self.tokenizer.open(system, user) if self.tokenizer else ()
         node.add(Turn("system", system))

@@ -1,6 +1,7 @@
 """Small files that are there whole or not at all. Standard library only."""
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -31,3 +32,9 @@ def read_json(path: str) -> Any:
             return json.load(file)
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error})") from None
+
+
+def read_texts(paths: list[str]) -> str | dict[str, str]:
+    """One file: its text. Several files: {path: text}. Raises OSError."""
+    texts = {path: Path(path).read_text("utf-8", "replace") for path in paths}
+    return texts if len(texts) > 1 else texts[paths[0]]

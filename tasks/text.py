@@ -1,5 +1,8 @@
-"""What the kinds of task share: made-up words, texts in an answer, fields of a row."""
+"""Contexts and answers as text, and what the kinds of task share: made-up words, fields of
+a row."""
+import json
 import random
+from typing import Any
 
 ONSETS, VOWELS, CODAS = "bdfgklmnprst", "aeiou", "nrlx"
 SYLLABLES = [onset + vowel + CODAS[(i + j) % 4]  # 60
@@ -45,6 +48,22 @@ def strings_in(answer) -> list[str]:
         elif isinstance(item, list):
             stack.extend(item)
     return found
+
+
+def describe(context: Any, style: str) -> str:
+    """Type and size of a context, for a prompt."""
+    kind = type(context).__name__
+    if not isinstance(context, (str, dict, list)):
+        return f"context: {kind}"
+    if style == "brief" or isinstance(context, str):
+        return f"context: {kind} of {len(context)}"
+    parts = context.values() if isinstance(context, dict) else context
+    size = sum(len(as_text(part)) for part in parts)
+    return f"context: {kind} of {len(context)} items, {size} characters in all"
+
+
+def as_text(context: Any) -> str:
+    return context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)
 
 
 def as_line(answer) -> str:

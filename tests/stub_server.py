@@ -17,12 +17,10 @@ KEY = "secret"  # that it wants
 class Stub:
     """`says`: the reply to everything, or a function of its last message. `faults`:
     statuses, or "cut"; the digest of a request picks one for the first attempt, later ones
-    are served. `always`: one fault for every attempt, with this `complaint`."""
+    are served. `always`: one fault for every attempt."""
 
-    def __init__(self, says: str | Callable, faults: tuple = ("ok",), always: str = "",
-                 complaint: str = "no luck"):
-        self.says, self.faults = says, faults
-        self.always, self.complaint = always, complaint
+    def __init__(self, says: str | Callable, faults: tuple = ("ok",), always: str = ""):
+        self.says, self.faults, self.always = says, faults, always
         self.log: list[dict] = []
         self.seen: set[str] = set()
         self.lock = threading.Lock()
@@ -71,10 +69,9 @@ class Handler(BaseHTTPRequestHandler):
         status, body = 200, {
             "choices": [{"message": {"role": "assistant", "content": text},
                          "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": into, "completion_tokens": len(text.split()),
-                      "prompt_tokens_details": {"cached_tokens": 1}}}
+            "usage": {"prompt_tokens": into, "completion_tokens": len(text.split())}}
         if fault.isdecimal():
-            status, body = int(fault), {"error": {"message": stub.complaint}}
+            status, body = int(fault), {"error": {"message": "no luck"}}
         sent = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(sent)))

@@ -5,10 +5,10 @@ import pytest
 
 pytest.importorskip("openai")
 
-import rlm
 from conftest import command
+from lab import api
 from lab.api import API
-from rlm import RLM, RLMConfig, collect
+from rlm import RLMConfig, collect
 from stub_server import KEY, Stub
 from tasks import Task
 from tree import Node, Refused, Turn
@@ -32,32 +32,26 @@ def block(code):
     return f"```repl\n{code}\n```"
 
 
-def ask(server, *texts, **more):
-    """The completions or exceptions of these messages, asked side by side."""
-    policy = API(server.url, "m", **more)
-
-    async def go():
-        asked = (policy(node(text), 5, ()) for text in texts)
-        return await asyncio.gather(*asked, return_exceptions=True)
-    return asyncio.run(go()), policy
+def complete(server, text, **more):
+    return asyncio.run(API(server.url, "m", **more)(node(text), 5, ()))
 
 
 def test_a_request_and_its_reply():
     with Stub(says="hi there") as server:
-        (done,), policy = ask(server, "a \ud800 question", temperature=0.5)
+        done = complete(server, "a \ud800 question", temperature=0.5)
     assert (done.text, done.ids, done.logprobs, done.stop) == ("hi there", (), (), "stop")
-    assert done.usage == policy.used == {"prompt": 5, "reused": 1, "sampled": 2}
-    asked, = server.log
-    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.5, 5)
-    assert asked["messages"] == [{"role": "system", "content": "be brief"},
-                                 {"role": "user", "content": "a ? question"}]
+    assert done.usage == {"prompt": 5, "sampled": 2}
+    [sent] = server.log
+    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("m", 0.5, 5)
+    assert sent["messages"] == [{"role": "system", "content": "be brief"},
+                                {"role": "user", "content": "a ? question"}]
 
 
 def test_faults_that_pass_change_neither_the_answers_nor_what_is_counted():
     """A busy or broken server, and cut replies: each call is served once in the end."""
     def says(message):
-        ask = f"rlm_query_batched('{message[0]}', list('abcd'))"
-        return block(f"FINAL({ask if message[1] == '?' else 'context'})")
+        query = f"rlm_query_batched('{message[0]}', list('abcd'))"
+        return block(f"FINAL({query if message[1] == '?' else 'context'})")
 
     questions = [Task(str(i), "question", f"{i}? How?", "c") for i in range(4)]
     results = []
@@ -70,8 +64,7 @@ def test_faults_that_pass_change_neither_the_answers_nor_what_is_counted():
         nodes = [n for r in done for n in r.root.walk()]
         assert {row["fault"] for row in server.log} == set(faults)
         assert len(served) == len(nodes) == 20
-        assert policy.used["sampled"] == sum(row["out"] for row in served)
-        assert sum(n.counted for n in nodes) == policy.used["sampled"]
+        assert sum(n.counted for n in nodes) == sum(row["out"] for row in served)
         results.append([(r.failed, r.root.answer) for r in done])
     assert results[0] == results[1] == [("", [*"abcd"])] * 4
 
@@ -80,47 +73,29 @@ def test_faults_that_pass_change_neither_the_answers_nor_what_is_counted():
     ("413", Refused, 1), ("404", RuntimeError, 1), ("503", RuntimeError, 3)])
 def test_what_lasts_is_refused_or_the_machines_failure(status, error, attempts):
     with Stub(says="hi", always=status) as server:
-        (raised,), policy = ask(server, "q", max_retries=2)
-    assert type(raised) is error and status in str(raised)
-    assert len(server.log) == attempts and policy.used["sampled"] == 0
+        with pytest.raises(error, match=status):
+            complete(server, "q", max_retries=2)
+    assert len(server.log) == attempts
 
 
 def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-1234")
-    with Stub(says="hi") as server:
-        (raised,), _ = ask(server, "q")
-    assert "401" in str(raised) and "wrong-key" not in str(raised)
+    with Stub(says="hi") as server, pytest.raises(RuntimeError, match="401") as caught:
+        complete(server, "q")
+    assert "wrong-key" not in str(caught.value)
     with pytest.raises(RuntimeError, match=server.url):
         asyncio.run(collect([TASK], API(server.url, "m", max_retries=0), None, RLMConfig()))
-
-
-@pytest.mark.parametrize("complaint, asked", [
-    ("use 'max_completion_tokens' instead", {"max_completion_tokens": 5, "temperature": 1}),
-    ("Unsupported value: 'temperature'", {"max_tokens": 5})])
-def test_newer_models_name_the_limit_differently_and_take_no_temperature(complaint, asked):
-    with Stub(says="hi", always="400", complaint=complaint) as server:
-        (raised,), policy = ask(server, "q")
-    assert isinstance(raised, Refused) and len(server.log) == 2
-    for name in ("max_tokens", "max_completion_tokens", "temperature"):
-        assert server.log[1].get(name) == asked.get(name)
-
-
-def test_a_model_behind_a_server_is_asked_twice():
-    """Each question has an event loop of its own."""
-    with Stub(says=block("FINAL(len(context))")) as server:
-        asked = RLM.from_api(server.url, "m")
-        assert [asked.completion("How long?", "abc") for _ in range(2)] == [3, 3]
 
 
 def test_the_command_line_shows_the_tree_then_the_answer(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("What is in the file")
     with Stub(says=block("print('\x1b[2Jseen')\nFINAL(context[:4])")) as server:
-        args = "--api", server.url, "--api-model", "m", "A question?", tmp_path / "a.txt"
-        assert command(rlm, monkeypatch, *args) is None
+        args = server.url, "m", "A question?", tmp_path / "a.txt"
+        assert command(api, monkeypatch, *args) is None
     out, err = capsys.readouterr()
     assert out.startswith("┌ root  (1 turn, 4 sampled tokens)\n│ · A question?")
     assert out.endswith("\n\nWhat\n") and "\x1b" not in out and not err
     with Stub(says="1", always="413") as server:
-        message = command(rlm, monkeypatch, "--api", server.url, *args[2:])
-    assert message == "rlm.py: no answer: the model's server refuses the request"
+        message = command(api, monkeypatch, server.url, *args[1:])
+    assert message == "no answer: the model's server refuses the request"
     assert "m refuses a request: " in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from rlm import RLMConfig, collect, rollout
+from rlm import RLMConfig, collect, load_config, rollout
 from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
 from tasks.evidence import SHORTEST, mark
@@ -269,7 +269,7 @@ def test_ways_to_sort_notes_without_children():
     """What README admits. Within the limits of the tiny model, a root may write all words
     into its code, or print two letters of each word, which tell most words apart."""
     path = ROOT / "assets" / "tiny"
-    tokenizer, config = Tokenizer.from_pretrained(path), RLMConfig.load(path / "rlm.json")
+    tokenizer, config = Tokenizer.from_pretrained(path), load_config(path)
     shown = {}
     for word in notes.EVERY:
         shown.setdefault(word[0] + word[3], []).append(notes.KIND.get(word))
