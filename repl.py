@@ -4,13 +4,11 @@
         result = await repl.execute("print(1); FINAL(context[:5])", on_query=None)
         result.stdout, result.error, result.final, result.done, result.died
 
-The client (the trainer, for example) holds `REPL` objects. It starts one server, a small
+The client (the trainer, for example) holds `REPL` objects and starts one server, a small
 process without torch. The server forks one worker per REPL, relays messages between client
-and worker, and keeps the clock. A client that is busy with a forward pass cannot keep the
-clock, and a worker cannot be trusted with it.
-
-Here: the client, the worker, the builtins of the code, and `python repl.py`. In runtime:
-messages (frames.py), server (repl_server.py), isolation (sandbox.py).
+and worker, and keeps the clock: the client may be busy with a forward pass, and a worker
+cannot be trusted with it. Here are the client, the worker and the builtins of the code; in
+runtime the messages (frames.py), the server (repl_server.py), the isolation (sandbox.py).
 
 Left out: two blocks at a time in one REPL, and protection of the code's signal handlers. A
 handler that raises while an answer is awaited, or between two blocks, ends its own REPL.
@@ -47,6 +45,10 @@ SERVER = "import repl, runtime.repl_server as server; server.main(repl.Worker)"
 # --- the client ---------------------------------------------------------------------------
 
 
+async def no_model(kind: str, prompts: list, contexts: Any) -> list:
+    return ["Error: this REPL has no model that could answer"] * len(prompts)
+
+
 class REPL:
     """A Python namespace in a separate process, which starts with the first block.
 
@@ -74,7 +76,7 @@ class REPL:
             self._sock.close()  # the server sees this and kills the worker
             self._sock = None
 
-    async def execute(self, code: str, on_query: Callable | None = None) -> Result:
+    async def execute(self, code: str, on_query: Callable = no_model) -> Result:
         """Run one block. Errors of the code are in the result, and never raised.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
@@ -87,7 +89,7 @@ class REPL:
         if self._first is not None:
             first, self._first = self._first, None  # the context will live in the worker
             await self._start(first)
-        result = await self._exchange(b"X", {"code": code}, on_query or no_model)
+        result = await self._exchange(b"X", {"code": code}, on_query)
         if result.done or result.died:
             self._close()  # code that catches the exception of FINAL must not run on
         return result
@@ -146,19 +148,13 @@ class REPL:
     async def _receive(self) -> tuple[bytes, bytes]:
         """The kind of the next frame, and the whole frame."""
         while (found := take_frame(self._inbox, self.limits.frame_mb)) is None:
-            try:
+            data = b""
+            with contextlib.suppress(OSError):
                 data = await self._loop.sock_recv(self._sock, 1 << 18)
-            except OSError as error:
-                raise REPLError(f"the REPL server was lost: {error}") from error
-            if not data:  # the server reports the death of a worker with a D frame
+            if not data:  # the death of a worker is a D frame of the server
                 raise REPLError("the REPL server was lost, or the REPL was closed")
             self._inbox += data
         return found
-
-
-async def no_model(kind: str, prompts: list, contexts: Any) -> list:
-    problem = "Error: no model is attached to this REPL, so nobody answers"
-    return [problem] * len(prompts)
 
 
 # --- the worker ---------------------------------------------------------------------------
@@ -168,26 +164,21 @@ class Final(BaseException):
     """Ends the code after FINAL. The answer is already sent: the code may catch this."""
 
 
-class Capture(io.TextIOBase):
+class Capture(io.StringIO):
     """stdout and stderr of a block: keeps the first characters, counts the rest."""
 
-    encoding = "utf-8"
-
     def __init__(self, limit: int):
-        self.parts: list[str] = []
+        super().__init__()
         self.room = limit  # below 0: the number of characters that were cut
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if self.room > 0:
-            self.parts.append(text[: self.room])
+        super().write(text[: max(0, self.room)])
         self.room -= len(text)
         return len(text)
 
     def text(self) -> str:
         note = f"\n... [{-self.room} characters cut]" if self.room < 0 else ""
-        return "".join(self.parts) + note
+        return self.getvalue() + note
 
 
 class Worker:
@@ -236,8 +227,6 @@ class Worker:
         name = f"<repl {self.blocks}>"  # a new name per block: tracebacks find its source
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         error = self.attempt(self.execute, code, name)
-        if os.getpid() != self.pid:  # the code forked, and this is the child
-            os._exit(0)
         return self.attempt(self.look_at_answer) or error
 
     def execute(self, source: str, name: str) -> None:
@@ -285,24 +274,22 @@ class Worker:
         return found
 
     def done(self, error: str, **answer: Any) -> None:
-        """Send the result of the block, unless it was sent. Waits until a query that a
-        thread has sent is answered."""
+        """Send the result of the block, unless it was sent. A thread's open query ends
+        first."""
         self.ending = True
         with self.lock:
             if self.open:
                 result = {"stdout": self.capture.text(), "error": error, **answer}
-                self.sock.sendall(frame(b"D", result, self.limits.frame_mb))
+                self.sock.sendall(self.frame(b"D", result))
                 self.open = False
 
     def query(self, kind: str, prompts: list, contexts: list | None) -> list:
         """Send a query and wait for its answers, one per prompt."""
         if not prompts:
             return []
-        self.refuse_forks()
         if contexts is not None:
             contexts = [json_value(context) for context in contexts]
-        query = [kind, [str(prompt) for prompt in prompts], contexts]
-        data = frame(b"Q", query, self.limits.frame_mb)
+        data = self.frame(b"Q", [kind, [str(prompt) for prompt in prompts], contexts])
         with self.lock:
             if self.ending:  # after FINAL, or in a thread that outlived its block
                 raise Final
@@ -314,28 +301,27 @@ class Worker:
                 os._exit(1)
         return json.loads(data[HEADER.size:])
 
-    def refuse_forks(self) -> None:
-        if os.getpid() != self.pid:
+    def frame(self, kind: bytes, message: Any) -> bytes:
+        if os.getpid() != self.pid:  # the code forked, and this is the child
             raise RuntimeError("a forked process can neither query nor answer")
+        return frame(kind, message, self.limits.frame_mb)
 
 
 class Builtins:
-    """The functions that the code finds in its namespace: every public method, with its
-    docstring for `help`. A new one is added here, and in the prompt (rlm.py)."""
+    """The functions of the code: every public method, with its docstring for `help`. A new
+    one is added here, and in the prompt (rlm.py)."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
 
     def FINAL(self, value: Any) -> None:
         """End with `value` as the answer. What JSON cannot say becomes its str."""
-        worker = self.worker
-        worker.refuse_forks()
         value = json_value(value)
-        size, most = len(json.dumps(value)), worker.limits.answer_chars
+        size, most = len(json.dumps(value)), self.worker.limits.answer_chars
         if size > most:
             problem = f"the answer has {size} characters as JSON, the limit is {most}"
             raise ValueError(f"FINAL: {problem}")
-        worker.done("", final=value, done=True)
+        self.worker.done("", final=value, done=True)
         raise Final
 
     def FINAL_VAR(self, name: Any) -> None:
@@ -414,9 +400,13 @@ def short_traceback(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Type code at a prompt. No model answers its queries; rlm.py has one."""
+    """Run blocks that are typed at a prompt. No model answers queries; rlm.py has one."""
+    import asyncio
+
     from runtime import flags
     from runtime.files import read_texts
+    from tasks.in_repl import TOOLS, source
+    from tasks.text import describe
 
     parser = flags.parser("Sit in the REPL that the model sits in.")
     parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
@@ -424,29 +414,22 @@ def main() -> None:
                         help="namespaces around it (default auto: where possible)")
     args = parser.parse_args()
     try:
-        prompt(read_texts(args.files) if args.files else "", args.sandbox)
+        context = read_texts(args.files) if args.files else ""
+        repl, result = REPL(context, source(TOOLS), Limits(sandbox=args.sandbox)), Result()
+        print(describe(context, "full"))
+        print("there are:", *BUILTINS[1:], *(tool.__name__ for tool in TOOLS))
+        print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
+        with asyncio.Runner() as runner:
+            while not (result.done or result.died):
+                lines = iter(lambda: input(">>> "), "")
+                result = runner.run(repl.execute("\n".join(lines)))
+                print(result.stdout + result.error)
+        if result.done:
+            print(result.final)
+    except (EOFError, KeyboardInterrupt):
+        pass
     except (OSError, REPLError) as error:
         sys.exit(f"repl.py: {error}")
-
-
-def prompt(context: Any, sandbox: str) -> None:
-    """Read blocks and run them, until FINAL."""
-    import asyncio
-
-    from tasks.in_repl import TOOLS, source
-    from tasks.text import describe
-
-    names = ("answer", *FUNCTIONS, *(tool.__name__ for tool in TOOLS))
-    print(describe(context, "full"), "there are: " + ", ".join(names), sep="\n")
-    print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
-    repl, result = REPL(context, source(TOOLS), Limits(sandbox=sandbox)), Result()
-    with asyncio.Runner() as runner, contextlib.suppress(EOFError, KeyboardInterrupt):
-        while not (result.done or result.died):
-            lines = iter(lambda: input(">>> "), "")
-            result = runner.run(repl.execute("\n".join(lines)))
-            print(result.stdout + result.error)
-    if result.done:
-        print(result.final)
 
 
 if __name__ == "__main__":

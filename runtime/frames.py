@@ -1,4 +1,4 @@
-"""The frames that a REPL's client, server and worker exchange, and what may be in them.
+"""The messages between a REPL's client, server and worker, as frames.
 
 A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length in JSON:
 
@@ -9,8 +9,7 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
              D {"stdout": ..., ...}              done: the fields of a `Result`
     server:  T seconds                           before each D, how long the block ran
 
-The client does not trust a worker's frames: `read_result` and `read_query` refuse what no
-honest worker sends.
+The client does not trust the frames of a worker: `read_result` and `read_query` check them.
 """
 
 from __future__ import annotations
@@ -20,31 +19,26 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from runtime.sandbox import Limits
+from runtime.sandbox import Limits
 
 HEADER = struct.Struct("!Ic")  # length of the payload, kind
 CAUSES = ("timeout", "crash", "protocol")
 DEPTH = 100  # containers nested more deeply than this become text
-# What the code finds in its namespace: two variables, and functions.
-BUILTINS = ("context", "answer", "FINAL", "FINAL_VAR", "SHOW_VARS", "llm_query",
-            "llm_query_batched", "rlm_query", "rlm_query_batched")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one block."""
+    """The result of one block."""
 
-    stdout: str = ""  # stdout and stderr together, cut at the end
-    error: str = ""  # a short traceback, or why the process died; "" if all went well
+    stdout: str = ""  # with stderr; cut at limits.output_chars
+    error: str = ""  # a short traceback, or why the process died; else ""
     final: Any = None  # the answer as a JSON value
     done: bool = False  # FINAL was called (its value may be None)
     draft: Any = None  # answer["content"], if the code has put something there
     died: str = ""  # one of CAUSES: the process is gone
-    # Wall clock of the block by the server, which is not delayed as the client may be.
-    # Waiting for answers is not in it.
+    # Wall clock of the block, without its waiting for answers, by the server's clock.
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -58,7 +52,8 @@ def frame(kind: bytes, message: Any, largest_mb: int) -> bytes:
 
 
 def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
-    """Cut one frame off `inbox`: its kind, and all of it. None: it is not all there yet."""
+    """Take one frame from `inbox`: its kind, and the whole frame. None: not complete yet.
+    Raises ValueError if it is too large."""
     if len(inbox) < HEADER.size:
         return None
     length, kind = HEADER.unpack_from(inbox)
@@ -74,17 +69,14 @@ def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
 
 
 def read_result(data: bytes, limits: Limits) -> Result:
-    """A D frame as a Result.
-
-    Raises ValueError, TypeError or RecursionError for what no honest worker sends.
-    """
-    # JSON takes up to 12 bytes per character. All the rest takes less than 1,000.
+    """A D frame as a Result. Raises ValueError, TypeError or RecursionError if forged."""
+    # JSON takes up to 12 bytes per character. The rest of a result takes less than 1,000.
     if len(data) > 2 * limits.answer_chars + 12 * 2 * limits.output_chars + 1000:
         raise ValueError(f"a result of {len(data)} bytes")
     result = Result(**json.loads(data[HEADER.size :]))
     types = [type(value) for value in (result.stdout, result.error, result.done)]
     if types != [str, str, bool] or result.died not in ("", *CAUSES):
-        raise TypeError("a result that no worker sends")
+        raise TypeError("a forged result")
     return replace(result, final=json_value(result.final), draft=json_value(result.draft))
 
 
@@ -93,7 +85,7 @@ def read_query(data: bytes) -> tuple[str, list[str], list | None]:
     kind, prompts, contexts = json.loads(data[HEADER.size :])
     known = kind in ("llm", "rlm") and isinstance(prompts, list) and prompts
     if not known or not all(isinstance(text, str) for text in prompts):
-        raise TypeError("a query that no worker sends")
+        raise TypeError("a forged query")
     if contexts is not None:
         pairs = zip(prompts, contexts, strict=True)
         contexts = [json_value(context) for _, context in pairs]
@@ -101,11 +93,11 @@ def read_query(data: bytes) -> tuple[str, list[str], list | None]:
 
 
 def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """`value` as JSON has it: a set, a range or an array becomes a list, a dataclass a
-    dict, a number of numpy a number. What JSON cannot say, or is too deep, becomes its str.
+    """`value` in the types of JSON. A set, a range or an array becomes a list, a dataclass
+    a dict, a number of numpy a number. What has no such type, or is too deep, becomes text.
 
-    Raises TypeError for a generator, as to read it would use it up."""
-    # `above`: the ids of the containers around it. A cycle ends at its first repetition.
+    `above` holds the ids of the containers around it: a cycle ends at its first repetition.
+    Raises TypeError for a generator, because reading it would use it up."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Iterator):
@@ -128,7 +120,7 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def in_order(values: Iterable) -> list:
-    """A set as a list, in the same order every time."""
+    """A set as a list, in the same order in each process."""
     values = list(values)
     if {type(value) for value in values} in ({str}, {int}, {float}):
         return sorted(values)

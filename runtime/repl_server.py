@@ -1,10 +1,9 @@
 """The server: a small process that forks the REPL workers, and the client's way to it.
 
-`Handle` is the client's end: it starts the server when a REPL first asks for it, and hands
-over one socket per REPL. `Server` is the loop of the process. It forks a worker per REPL
-(`Slot`) and relays frames between worker and client (`Channel`) without reading their JSON.
-It keeps the clock of each REPL, and ends a REPL that overruns it or breaks the protocol.
-Left out: the frames (frames.py), and what a worker is kept from (sandbox.py).
+`Handle` is the client's end: it starts the server when a REPL first needs it, and hands
+over one socket per REPL. `Server` forks a worker per REPL (`Slot`) and relays the frames of
+worker and client (`Channel`) without reading their JSON. It keeps the clock of each REPL,
+and ends a REPL that overruns it or breaks the protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runtime.frames import frame, take_frame
@@ -34,7 +33,6 @@ PRELOAD = (
     "random re statistics string textwrap unicodedata"
 ).split()
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OTHERS = 256  # descriptors of a process that do not belong to REPLs, at most
 
 
 class REPLError(RuntimeError):
@@ -47,10 +45,10 @@ class REPLError(RuntimeError):
 def trees_at_once(nodes: int) -> int:
     """How many trees of at most `nodes` nodes the limit of open files allows at once.
 
-    A REPL takes two descriptors in the server, and a parent keeps its REPL while it waits
-    for a child. Trees are counted, not REPLs, so that every tree that began can end."""
+    A REPL takes two descriptors in the server; 256 are left for other uses. A parent keeps
+    its REPL while it waits, so trees are counted: every tree that begins can end."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
-    return max(1, (min(DESCRIPTORS, hard) - OTHERS) // 2 // nodes)
+    return max(1, (min(DESCRIPTORS, hard) - 256) // 2 // nodes)
 
 
 class Handle:
@@ -62,7 +60,6 @@ class Handle:
         import subprocess  # here and below: the server and its forks do without them
         import tempfile
 
-        # In the client a REPL takes one descriptor.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(DESCRIPTORS, hard % 2**64)  # -1 is infinity
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -104,11 +101,10 @@ class Handle:
         handle, cls.current = cls.current, None
         if handle is not None:
             handle.control.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 handle.process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                handle.process.kill()
-                handle.process.wait()
+            handle.process.kill()  # does nothing if it has ended
+            handle.process.wait()
             subprocess.run(["rm", "-rf", handle.base])
 
 
@@ -119,12 +115,12 @@ atexit.register(Handle.stop)
 
 
 class Channel:
-    """A non-blocking socket of the server, with the bytes that still wait on its way."""
+    """A non-blocking socket of the server, and what it could not send yet."""
 
     def __init__(self, selector: Any, sock: socket.socket, handler: Callable, slot: Slot):
         sock.setblocking(False)
         self.selector, self.sock, self.handler, self.slot = selector, sock, handler, slot
-        self.inbox, self.outbox = bytearray(), bytearray()
+        self.outbox = bytearray()
         self.open = True
         selector.register(sock, selectors.EVENT_READ, self.ready)
 
@@ -134,12 +130,12 @@ class Channel:
         if events & selectors.EVENT_READ and self.open:
             self.handler(self.slot)
 
-    def read(self) -> None:
-        """One recv into the inbox. Raises OSError, and EOFError when the socket ended."""
+    def read(self) -> bytes:
+        """What one recv gets. Raises OSError, and EOFError when the socket ended."""
         data = self.sock.recv(1 << 18)
         if not data:
             raise EOFError
-        self.inbox += data
+        return data
 
     def write(self, data: bytes) -> None:
         """Send what the socket takes now. The rest is sent when the selector says so."""
@@ -160,7 +156,6 @@ class Channel:
             self.open = False
             self.selector.unregister(self.sock)
             self.sock.close()
-            self.inbox, self.outbox = bytearray(), bytearray()
 
 
 @dataclass(eq=False)
@@ -170,8 +165,8 @@ class Slot:
     limits: Limits
     client: Channel | None = None
     worker: Channel | None = None
+    inbox: bytearray = field(default_factory=bytearray)  # from the worker
     pid: int = 0  # 0: no process, or none any more
-    directory: str = ""  # only without namespaces
     state: str = "idle"  # running, asking, idle or dead
     left: float = 60.0  # seconds, while the clock stands; the first are for the start
     deadline: float = 0.0  # while the clock runs
@@ -231,14 +226,9 @@ class Server:
             os.execvp("rm", ["rm", "-rf", self.base])
         os._exit(0)
 
-    # Starting workers
-
     def fork(self, slot: Slot) -> None:
         """Give it a worker, which waits for its first frame. Raises OSError."""
         self.forks += 1
-        if not self.sandbox.namespaces:
-            slot.directory = f"{self.base}/{self.forks}"
-            os.mkdir(slot.directory, 0o700)
         ours, theirs = socket.socketpair()
         with theirs:
             slot.pid = self.sandbox.fork()
@@ -251,31 +241,26 @@ class Server:
         """The life of a worker. It never returns into the server's loop."""
         try:
             for other in self.workers.values():  # their frames are not for this worker
-                for channel in (other.client, other.worker):
-                    channel.inbox = channel.outbox = b""
+                other.inbox = other.client.outbox = other.worker.outbox = b""
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            number, keep = self.forks % REPLS, sock.fileno()
-            self.sandbox.confine(number, slot.limits, slot.directory, keep)
+            number, directory = self.forks % REPLS, f"{self.base}/{self.forks}"
+            self.sandbox.confine(number, slot.limits, directory, sock.fileno())
             self.worker(sock, slot.limits).loop()
         except OSError as error:  # the code itself cannot write to this stderr
             print(f"repl.py: a REPL cannot be isolated: {error}", file=sys.stderr)
         finally:
             os._exit(1)
 
-    # Relaying frames
-
     def from_client(self, slot: Slot) -> None:
         """Read once and pass the bytes on: a large context is never held in full. The
         first bytes of a frame start the clock."""
         try:
-            slot.client.read()
+            data = slot.client.read()
         except (EOFError, OSError):  # the client closed it
             slot.state = "dead"
             self.kill(slot)
             slot.client.close()
-            return
-        data, slot.client.inbox = slot.client.inbox, bytearray()
         if slot.state == "dead":
             return
         if slot.state != "running":
@@ -286,9 +271,8 @@ class Server:
     def from_worker(self, slot: Slot) -> bool:
         """Read once; False when the socket ended. A forged frame ends only its own REPL."""
         try:
-            slot.worker.read()
-            most = slot.limits.frame_mb
-            while (found := take_frame(slot.worker.inbox, most)) is not None:
+            slot.inbox += slot.worker.read()
+            while (found := take_frame(slot.inbox, slot.limits.frame_mb)) is not None:
                 kind, data = found
                 if slot.state != "running" or kind not in (b"Q", b"D"):
                     raise ValueError(f"{kind!r} while {slot.state}")
@@ -308,8 +292,6 @@ class Server:
         seconds = max(0.0, slot.limits.seconds - slot.left)
         slot.left = slot.limits.seconds
         slot.client.write(frame(b"T", seconds, slot.limits.frame_mb))
-
-    # Ending workers
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
@@ -332,7 +314,7 @@ class Server:
             slot.worker.close()
 
     def reap(self, _: int) -> None:
-        """Some workers died: tell the client, end their group, keep no zombie."""
+        """Some workers died: tell their clients, end their groups, keep no zombies."""
         self.wake.recv(4096)
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # a zombie's id is not reused
         with contextlib.suppress(ChildProcessError):
@@ -343,9 +325,6 @@ class Server:
                 self.kill(slot)
                 os.waitpid(child.si_pid, 0)
                 slot.pid = 0
-                if slot.directory:
-                    with contextlib.suppress(OSError):  # not empty: it goes at the end
-                        os.rmdir(slot.directory)
                 how = "with exit code" if child.si_code == os.CLD_EXITED else "by signal"
                 error = f"the REPL's process was ended {how} {child.si_status}"
                 self.end(slot, "crash", f"ProcessError: {error}")
@@ -358,9 +337,8 @@ def main(worker: type) -> None:
 
     # Model code cannot import anything of the repository.
     del sys.path[0]
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("repl", "runtime"):
-            del sys.modules[name]
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
+        del sys.modules[name]
     os.chdir(base)
     for name in PRELOAD:
         __import__(name)

@@ -1,10 +1,10 @@
-"""What keeps a REPL's code from the machine: limits, namespaces, a file system, a user id.
+"""Isolation of the REPL workers: limits, namespaces, a file system, a user id.
 
-When it starts, the REPL server leaves the network, and the file system for one that holds
-only the system's programs and this Python. Each worker gets a process namespace and a small
-writable directory of its own, and if the server is root's, a user id of its own. Root needs
-CAP_SYS_ADMIN for that, others need user namespaces. Where the kernel refuses, or with
-`sandbox="off"`, there are only limits, a session, a directory and a short environment.
+The server leaves the network and changes to a file system with only the system's programs
+and this Python. Each worker gets its own process namespace and a small writable directory.
+Workers of root get their own user ids. Root needs CAP_SYS_ADMIN for this, other users need
+user namespaces. Where the kernel refuses, or with `sandbox="off"`, a worker has only its
+limits, a session, a directory and a short environment.
 
 This protects from accidents and from a policy that explores, not from an attacker: see
 docs/repl.md. Linux only. Left out: control groups and system-call filters.
@@ -34,7 +34,6 @@ PDEATHSIG, DUMPABLE, SET_NAME, NO_NEW_PRIVS = 1, 4, 15, 38
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
 USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
-
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -74,18 +73,15 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
 
 @dataclass
 class Sandbox:
-    """One way to keep the code from the machine. The methods are in the order of use."""
+    """One kind of isolation. The methods stand in the order of use."""
 
     namespaces: bool
-    mapped: bool = False  # through a user namespace, with one user id for all workers
-    user: int = 0  # of root's server: the first of the ids that its workers take
+    mapped: bool = False  # through a user namespace; all workers share one user id
+    user: int = 0  # for root: the first user id of its workers
 
     def enter(self) -> None:
-        """In the server's process, first.
-
-        With a user namespace the server goes on in a child: after `fork` it can only return
-        to a process namespace that this user namespace owns.
-        """
+        """In the server. With a user namespace it goes on in a child: after `fork` it can
+        only return to a process namespace that this user namespace owns."""
         if not self.mapped:
             return
         uid, gid = os.getuid(), os.getgid()
@@ -102,7 +98,7 @@ class Sandbox:
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def build(self, base: str) -> None:
-        """In the server: change to a root of its own. Workers will see its `/jail`."""
+        """In the server: change to a new root. Workers will see its `/jail`."""
         if not self.namespaces:
             return
         self.processes = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -124,7 +120,7 @@ class Sandbox:
         if not os.path.lexists(jail + "/tmp"):
             os.symlink("/repl", jail + "/tmp")
 
-        # The kernel lets workers mount /proc only if one is in sight here.
+        # The kernel lets workers mount /proc only if there is one here.
         os.mkdir(f"{base}/proc")
         mount("proc", f"{base}/proc", "proc")
         read_only = struct.pack("4Q", 1 | 2, 0, 0, 0)  # and nosuid
@@ -135,7 +131,7 @@ class Sandbox:
         os.chdir("/")
 
     def fork(self) -> int:
-        """In the server: a worker, the first process of a namespace that dies with it."""
+        """In the server: fork a worker. Its process namespace dies with it."""
         if not self.namespaces:
             return os.fork()
         call("unshare", NEW_PID)
@@ -148,13 +144,15 @@ class Sandbox:
         return pid
 
     def confine(self, number: int, limits: Limits, directory: str, keep: int) -> None:
-        """In the worker. Of its descriptors it keeps the standard ones and `keep`."""
-        os.setsid()  # a group of its own, killed as one
+        """In the worker. It keeps the standard descriptors and `keep`."""
+        os.setsid()  # a new group, which is killed as one
         os.closerange(3, keep)
         os.closerange(keep + 1, DESCRIPTORS)
         if self.namespaces:
             self.change_root(self.user + number, limits)
             directory = "/repl"
+        else:
+            os.mkdir(directory, 0o700)
         # No capabilities (version 3 of the structure), and none from programs either.
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -163,7 +161,7 @@ class Sandbox:
         os.chdir(directory)
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
         self.set_limits(limits)
-        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 was the client's
+        os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 is the client's
 
     def change_root(self, user: int, limits: Limits) -> None:
         call("unshare", NEW_FS | NEW_IPC)
@@ -192,7 +190,7 @@ class Sandbox:
             resource.setrlimit(kind, (value, value))
 
     def fails(self, base: str) -> str:
-        """Try all of it in children. Returns what went wrong, or ""."""
+        """Try it in child processes. Returns what went wrong, or ""."""
         ours, theirs = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -201,7 +199,7 @@ class Sandbox:
                 if self.fork():
                     os.wait()
                 else:
-                    self.confine(0, Limits(), base, theirs)
+                    self.confine(0, Limits(), "", theirs)
                     open(os.__file__).close()
                     os.write(theirs, b"well")
             except OSError as error:
@@ -216,7 +214,7 @@ class Sandbox:
 
 
 def show(jail: str, paths: set[str]) -> None:
-    """Make these links, directories and files visible in the jail."""
+    """Make these links and directories visible in the jail."""
     for path in sorted(paths):  # parents first
         if os.path.islink(path):
             os.makedirs(os.path.dirname(jail + path), exist_ok=True)
@@ -226,14 +224,14 @@ def show(jail: str, paths: set[str]) -> None:
             os.makedirs(jail + path)
             if os.stat(path).st_mode & 0o005 == 0o005:
                 mount(path, jail + path, "", BIND | REC)
-            else:  # a virtual environment made by mktemp -d: only its owner may enter
+            else:  # others may not enter (a virtual environment made by mktemp -d)
                 show(jail, {entry.path for entry in os.scandir(path)})
 
 
 def choose(sandbox: str, base: str) -> tuple[Sandbox, str]:
-    """The best sandbox that works here, and why it is not a better one."""
+    """The first sandbox that works here, and the problems of those before it."""
     kinds = [Sandbox(True, mapped=True)]
-    if os.getuid() == 0:  # each server has a range of user ids of its own
+    if os.getuid() == 0:  # each server has its own range of user ids
         kinds.insert(0, Sandbox(True, user=USER + os.getpid() % 4000 * REPLS))
     problems = []
     for kind in kinds if sandbox != "off" else []:

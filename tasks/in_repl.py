@@ -1,9 +1,8 @@
-"""What the kinds of task need in a REPL: tools, and code as a model's message.
+"""What tasks need of the REPL: the tools of model code, and code as a model's message.
 
-TOOLS is what a kind here offers to model code beside the REPL's builtins. Signatures and
-docstrings (up to the first empty line) go into the prompt, and the source travels into the
-REPL. So a tool is a plain function that imports in its own body what it uses: its file and
-its caller's process are not there.
+TOOLS are beside the builtins in the REPL. Their signatures and docstrings (up to the first
+empty line) go into the prompt, and their source goes into the REPL. So a tool is a plain
+function, and imports in its own body what it uses: its file is not there.
 """
 import functools
 import inspect
@@ -81,9 +80,6 @@ def source(tools: tuple[Callable, ...]) -> str:
     """The text that defines the tools."""
     return "\n".join(textwrap.dedent(inspect.getsource(tool)) for tool in tools)
 
-
-# ---------------------------------------------------------------------------------------
-# Messages
 
 def block(code: str) -> str:
     """Code as the message of a model."""
