@@ -1,20 +1,20 @@
 """Text and chat messages to token ids and back: byte-level BPE, run by tiktoken.
 
 It reads and writes the Hugging Face files (tokenizer.json, or vocab.json and merges.txt;
-tokenizer_config.json) and gives the ids that the reference implementation, the package
-tokenizers, gives. For toy models it can train a small vocabulary of Qwen's kind. Left out:
-Jinja, tool calls, default system prompts, and pre-tokenizers that PATTERNS does not have.
-
-Some vocabularies have no token for some of the 256 bytes: in SmolLM2's these are six
-control characters and the first bytes of planes 4 to 11 of Unicode, which are empty so far.
-Such a byte is left out, so `decode` does not give it back.
+tokenizer_config.json). The ids are those of the reference implementation, the package
+tokenizers. For toy models it can train a small vocabulary of Qwen's kind.
 
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
-and so on. Its ids are these pieces joined; no piece is ever rendered again.
+and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
-A hybrid model, which can think or not, is asked not to: empty thoughts come before every
-reply. The ids equal those of the official template wherever that is append-only itself.
-For a hybrid model it is not: it drops the thoughts before all replies but the last.
+A hybrid model can think or not. It is asked not to: empty thoughts come before every reply.
+The ids equal those of the official template, except for hybrid models: their template drops
+the thoughts before all replies but the last, so it is not append-only.
+
+Left out: Jinja, tool calls, default system prompts, pre-tokenizers that PATTERNS does not
+have, and bytes without a token. In SmolLM2's vocabulary these are six control characters
+and the first bytes of planes 4 to 11 of Unicode, which are empty so far. `encode` drops
+such a byte, so `decode` does not give it back.
 """
 import re
 import unicodedata
@@ -96,11 +96,8 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, dir: str | Path) -> "Tokenizer":
         """Read a checkpoint directory: tokenizer.json, else vocab.json and merges.txt of a
-        Qwen; and from config.json and generation_config.json, if they exist, which ids end
-        a turn.
-
-        Raises OSError, or ValueError: one line that names the file and the fault.
-        """
+        Qwen. config.json and generation_config.json say which ids end a turn, too. Raises
+        OSError, or ValueError: one line that names the file and the fault."""
         tokenizer = cls(**bpe_files.read(Path(dir)))
         for path in (Path(dir, "config.json"), Path(dir, "generation_config.json")):
             ends = read_json(path).get("eos_token_id") if path.exists() else None
@@ -164,14 +161,13 @@ class Tokenizer:
         """What follows a sampled turn: the user says `text`, the assistant is to reply.
 
         `closed` says whether the sampled ids ended with <|im_end|>. A turn that was cut, or
-        that ended with <|endoftext|>, did not; it is closed here.
-        """
+        that ended with <|endoftext|>, did not; it is closed here."""
         head = [] if closed else [self.end_of_turn]
         return head + self.encode("\n") + self._message("user", text) + self._reply
 
     def encode_turns(self, turns: list) -> list:
-        """The turns (tree.Turn) of a conversation that was saved as text, with the ids of a
-        rollout with this tokenizer. Those of the assistant count as sampled."""
+        """The turns (tree.Turn) of a conversation that was saved as text, with this
+        tokenizer's ids. Those of the assistant count as sampled."""
         encoded, system, opened = [], "", False
         for turn in turns:
             ids, logprobs = [], None
