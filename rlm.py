@@ -95,8 +95,8 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     root = Node()
     if tree.open(root, task.query, task.context):
         root.end = "window"
-        return root
-    await tree.converse(root, task.query, task.context)
+    else:
+        await tree.converse(root, task.query, task.context)
     return root
 
 
@@ -177,13 +177,15 @@ class _Tree:
         self.task, self.kind = task, tasks.of(task)
         self.policy, self.tokenizer = policy, tokenizer
         self.config, self.key = config, key
-        self.nodes_left = config.max_nodes - 1
+        self.nodes_left = config.max_nodes
         self.tokens_left = config.tree_tokens
         self.seconds_left = config.seconds
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening turns. Returns "", or an error text if they leave no room
-        for an answer."""
+        """Give a node its opening turns and count it. Returns "", or an error text if there
+        is no node left, or no room for an answer."""
+        if self.nodes_left < 1:
+            return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
         system, user = opening(node, query, context, self.kind, self.config)
         ids = self.tokenizer.open(system, user) if self.tokenizer else ()
         size = len(ids) or about(system) + about(user)
@@ -193,6 +195,7 @@ class _Tree:
         # The ids of the whole opening, system turn included, are kept with the user's turn.
         node.add(Turn("system", system))
         node.add(Turn("user", user, tuple(ids)))
+        self.nodes_left -= 1
         return ""
 
     async def converse(self, node: Node, query: str, context: Any) -> None:
@@ -283,8 +286,7 @@ class _Tree:
         shown, told = len(printed), len(notes)
         while True:
             parts = [cut(printed, shown, FULL_WINDOW), cut(notes, told, FULL_WINDOW)]
-            text = observation("\n".join(filter(None, parts)), node.written + 1,
-                               self.config.max_turns, query, self.config.style)
+            text = observation("\n".join(filter(None, parts)), node, query, self.config)
             ids = ()
             if self.tokenizer:
                 closed = node.turns[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
@@ -313,33 +315,26 @@ class _Tree:
         if parent.depth >= self.config.max_depth:
             kind = "llm"  # below max_depth no node has a REPL
         values: list[Any] = [None] * len(prompts)
-        opened, limit = [], self.config.max_nodes
-        for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
-            if self.nodes_left < 1:
-                values[i] = f"Error: the tree's budget of {limit} nodes is used up"
-                continue
-            child = Node((*parent.path, len(parent.children)), kind)
-            values[i] = self.open(child, prompt, part)
-            if values[i]:
-                continue
-            self.nodes_left -= 1  # reserved before any child starts
-            parent.children.append(child)
-            opened.append((i, child, prompt, part))
+
+        async def answer(i: int, child: Node, prompt: str, part: Any) -> None:
+            await self.converse(child, prompt, part)
+            values[i] = child.answer
+            if child.answer is None and child.end in ENDS:
+                values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
+            if hasattr(self.kind, "part_score"):
+                child.score = self.kind.part_score(self.task, part, child.answer)
 
         # If the machine loses one child, the group ends its siblings: the tree is lost.
         try:
             async with asyncio.TaskGroup() as group:
-                for _, child, prompt, part in opened:
-                    group.create_task(self.converse(child, prompt, part))
+                for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
+                    child = Node((*parent.path, len(parent.children)), kind)
+                    values[i] = self.open(child, prompt, part)
+                    if not values[i]:
+                        parent.children.append(child)
+                        group.create_task(answer(i, child, prompt, part))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-        for i, child, _, part in opened:
-            values[i] = child.answer
-            if hasattr(self.kind, "part_score"):
-                child.score = self.kind.part_score(self.task, part, child.answer)
-            if child.answer is None and child.end in ENDS:
-                values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
         return values
 
 
@@ -451,10 +446,11 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
     return system, f"{query}\n{describe(context, config.style)}"
 
 
-def observation(seen: str, turn: int, turns: int, query: str, style: str) -> str:
+def observation(seen: str, node: Node, query: str, config: RLMConfig) -> str:
     """What follows a message: its output, the turn counter, and the question once more."""
+    turn, turns = node.written + 1, config.max_turns
     short = query if len(query) <= REPEATED else query[:REPEATED] + " …"
-    if style == "brief":
+    if config.style == "brief":
         return f"{seen}\n{turn}/{turns} {short}"
     head = f"REPL output:\n{seen}" if seen else "The REPL printed nothing."
     last = " This is the last: call FINAL in it." if turn == turns else ""
