@@ -41,6 +41,7 @@ from repl import REPLError
 from rlm import RLMConfig
 from runtime import flags, handed_in, report
 from runtime.files import write_text
+from runtime.metrics import shares
 from runtime.repl_server import trees_at_once
 from sampler import SamplerError
 from tasks import Task
@@ -62,7 +63,7 @@ def trained_as(config: RLMConfig) -> str:
     return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
 
 
-def rlm_config(method: str, config: RLMConfig) -> RLMConfig:
+def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
     """The checkpoint's configuration, with REPLs down to the depth in the method's name; a
     root of rlm0 is alone. Raises ValueError where the checkpoint has no children."""
     depth = int(method.removeprefix("rlm"))
@@ -146,6 +147,19 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
     return rows
 
 
+def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None:
+    """One tree per held-out question; the scores are kept as results[name]."""
+    rollouts = collect(asked, (run.config.seed, name), name)
+    records = [record_of(rollout) for rollout in rollouts]
+    method = trained_as(run.rlm_config)
+    row = summary(records, asked[0].kind, None, method)
+    run.state.results[name] = row
+    run.log({"phase": "eval", "name": name, "step": run.state.step, **row})
+    print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
+          f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
+          f"{shares(row['ends'])}")
+
+
 # ------------------------------------------------------------------------------------------
 # The command line
 
@@ -226,7 +240,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
     begun = time.monotonic()
     grow = rlm.rollout
     if method.startswith("rlm"):
-        config = rlm_config(method, config)
+        config = rlm_config_of(method, config)
     else:
         from lab import methods
         grow = partial(methods.answer, method)

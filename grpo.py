@@ -204,6 +204,22 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
     return loss, {name: values_N.detach() for name, values_N in watched.items()}
 
 
+@torch.no_grad()
+def add_log_probabilities(packs: list[dict], config: GRPOConfig, model,
+                          reference) -> None:
+    """"old", those of the policy before the first of several updates, and "reference",
+    those of the policy that GRPO started from, for a KL term."""
+    for pack in packs:
+        inputs = pack["ids"], pack["mask"], pack["lengths"]
+        if config.updates > 1:
+            pack["old"], _ = model.logprobs(*inputs)
+        if reference:
+            pack["reference"], _ = reference.logprobs(*inputs)
+        elif config.kl:  # with adapters off, the model is the reference
+            with model.adapters_off():
+                pack["reference"], _ = model.logprobs(*inputs)
+
+
 def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
     """The indices of each group's rollouts, without those that failed."""
     groups = defaultdict(list)

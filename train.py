@@ -35,10 +35,10 @@ import torch
 from torch.optim import AdamW
 from tqdm import tqdm, trange
 
-import eval as evaluation
 import grpo
 import rlm
 import tasks
+from eval import evaluate, rlm_config_of
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
@@ -63,11 +63,6 @@ from tree import Rollout, Unscored
 @dataclass(frozen=True)
 class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
     """All flags in one flat object."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.task:
-            object.__setattr__(self, "task", tasks.usual(self.data))
 
 
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
@@ -122,7 +117,8 @@ def train(config: Config, world: World) -> None:
     config = settings.settle(config, rlm.load_config(config.model))
     objective = objective_of(config)
     score = handed_in.load(config.reward, "score") if config.reward else tasks.reward
-    questions = Questions(tasks.load(config.task), config.data, config.seed, config.heldout)
+    kind = tasks.load(config.task or tasks.usual(config.data))
+    questions = Questions(kind, config.data, config.seed, config.heldout)
     run = Run(config, world)
     start = run.start(lambda path: make_tiny(path, config, questions))
     in_grpo = run.state.phase == "grpo"
@@ -132,7 +128,7 @@ def train(config: Config, world: World) -> None:
     rlm_config = rlm.load_config(
         start.source, shape.max_position_embeddings, config.sandbox)
     if config.method != "saved":
-        rlm_config = evaluation.rlm_config(config.method, rlm_config)
+        rlm_config = rlm_config_of(config.method, rlm_config)
     wanted = plan.of_run(config, shape, rlm_config.window, have)
     memory = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, window=memory.window)
@@ -155,7 +151,7 @@ def train(config: Config, world: World) -> None:
         try:
             if not in_grpo:
                 warm_up(config, run, memory, model, optimizer, trees)
-                warm = save_warm_up(config, run, model)
+                warm = run.end_warm_up(model)
                 model = optimizer = None  # they are freed before others are read
                 model, optimizer = load(warm, config, memory, config.lora_rank > 0)
                 run.save_checkpoint(model, optimizer)
@@ -248,14 +244,6 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
                                        on_done=lambda _: bar.update()))
 
 
-def save_warm_up(config: Config, run: Run, model: Qwen3) -> Start:
-    """Keep the weights as OUT/warmup, from where GRPO starts with a fresh optimizer."""
-    dtype = TYPES[config.dtype] if config.lora_rank else torch.float32
-    path = run.save_model(model, "warmup", dtype)
-    run.state.phase, run.state.step = "grpo", 0
-    return Start(path, run.state)
-
-
 # ------------------------------------------------------------------------------------------
 # GRPO
 
@@ -278,7 +266,7 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
         credit = objective(rollouts, config)
         rows = grpo.make_rows(rollouts, credit, config)
         packs = packing.packs(rows, memory, run.world, DEVICE)
-        add_log_probabilities(packs, config, model, reference)
+        grpo.add_log_probabilities(packs, config, model, reference)
 
         # Each update is one optimizer step over all rows; without any row there is none.
         norm, stats = 0.0, Stats()
@@ -329,22 +317,6 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
 
-@torch.no_grad()
-def add_log_probabilities(packs: list[dict], config: Config, model: Qwen3,
-                          reference: Qwen3 | None) -> None:
-    """"old", those of the policy before the first of several updates, and "reference",
-    those of the policy that GRPO started from, for a KL term."""
-    for pack in packs:
-        inputs = pack["ids"], pack["mask"], pack["lengths"]
-        if config.updates > 1:
-            pack["old"], _ = model.logprobs(*inputs)
-        if reference:
-            pack["reference"], _ = reference.logprobs(*inputs)
-        elif config.kl:  # with adapters off, the model is the reference
-            with model.adapters_off():
-                pack["reference"], _ = model.logprobs(*inputs)
-
-
 def progress(config: Config, run: Run) -> float:
     """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
     by_steps = run.state.step / config.steps if config.steps else 1.0
@@ -374,19 +346,6 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def evaluate(run: Run, collect: Callable, name: str, asked: list[tasks.Task]) -> None:
-    """One tree per held-out question; the scores are kept as results[name]."""
-    rollouts = collect(asked, (run.config.seed, name), name)
-    records = [evaluation.record_of(rollout) for rollout in rollouts]
-    method = evaluation.trained_as(run.rlm_config)
-    row = evaluation.summary(records, asked[0].kind, None, method)
-    run.state.results[name] = row
-    run.log({"phase": "eval", "name": name, "step": run.state.step, **row})
-    print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
-          f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
-          f"{shares(row['ends'])}")
 
 
 # ------------------------------------------------------------------------------------------

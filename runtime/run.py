@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from runtime import checkpoint, metrics, report
+from runtime.device import TYPES
 from runtime.files import read_json, write_json, write_text
 from runtime.parallel import World
 from runtime.stop import Stop, Stopped
@@ -207,6 +208,14 @@ class Run:
         with checkpoint.writing(self.path(name), self.world) as aside:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)
+
+    def end_warm_up(self, model) -> Start:
+        """Keep the weights as OUT/warmup. GRPO starts there, with a fresh optimizer."""
+        lora = self.config.lora_rank > 0
+        dtype = TYPES[self.config.dtype] if lora else torch.float32
+        path = self.save_model(model, "warmup", dtype)
+        self.state.phase, self.state.step = "grpo", 0
+        return Start(path, self.state)
 
     def save_checkpoint(self, model, optimizer) -> None:
         """Everything to continue from. Of a model with adapters only these are written: its
