@@ -1,22 +1,28 @@
 """Who may import whom, and what every file looks like."""
 import ast
+import re
+import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from conftest import FLAT
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = ("tree", "rlm", "repl", "tokenizer", "model", "sampler", "grpo", "train", "eval")
-FOLDERS = ("tasks", "runtime", "lab")
+TOP = {"tree", "rlm", "repl", "tokenizer", "model", "sampler", "grpo", "train", "eval"}
+FOLDERS = {"tasks", "runtime", "lab"}
 OUTSIDE = {"torch", "tiktoken", "safetensors", "numpy", "tqdm"}
 OUTSIDE |= {"regex", "triton"}  # tiktoken brings the one, torch for CUDA the other
-FILES = sorted(path for folder in ("", *FOLDERS, "tests")
-               for path in (ROOT / folder).glob("*.py"))
+HOUSE = sorted(path for folder in ("", *FOLDERS) for path in (ROOT / folder).glob("*.py"))
+FILES = HOUSE + sorted((ROOT / "tests").glob("*.py"))
+LOADERS = {"import_module", "__import__", "load", "load_file", "run_path", "run_module"}
 
 
 def imports(path, inside_functions=True):
-    """The modules that a file imports, as "runtime.files" or "json"."""
+    """The modules that a file imports, as "runtime.files" or "json": by statements, and by
+    a text that a call to one of LOADERS gets."""
     found, stack = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while stack:
         node = stack.pop()
@@ -29,6 +35,12 @@ def imports(path, inside_functions=True):
             base = node.module or "."
             submodules = {f"{base}.{alias.name}" for alias in node.names}
             found |= submodules if base in FOLDERS else {base}
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            for text in ast.walk(node) if name in LOADERS else ():
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    named = re.sub(r"\.py(:.*)?$", "", text.value).replace("/", ".")
+                    found |= {named} if rooms({named}) else set()
         stack += ast.iter_child_nodes(node)
     return found
 
@@ -42,38 +54,72 @@ def test_the_reader_of_imports(tmp_path):
     file = tmp_path / "a.py"
     file.write_text("try:\n    import torch.nn as x\nexcept ImportError:\n    pass\n"
                     "from runtime import files\nclass A:\n    from tree import Node\n"
-                    "def f():\n    import model\n")
-    assert imports(file) == {"torch.nn", "runtime.files", "tree", "model"}
-    assert imports(file, inside_functions=False) == {"torch.nn", "runtime.files", "tree"}
+                    "def f():\n    import model\n    import_module('lab.chart')\n"
+                    "    return handed_in.load('lab/objectives.py:rao', 'credit').tree\n")
+    outside = {"torch.nn", "runtime.files", "tree"}
+    assert imports(file, inside_functions=False) == outside
+    assert imports(file) == outside | {"model", "lab.chart", "lab.objectives"}
 
 
 def test_the_top_level_has_nine_files():
-    assert {path.stem for path in ROOT.glob("*.py")} == set(TOP)
+    assert {path.stem for path in ROOT.glob("*.py")} == TOP
+
+
+TEXT = {"tree", "tasks", "repl", "runtime"}
 
 
 @pytest.mark.parametrize("name, allowed", [
-    ("tree", {"runtime"}), ("repl", {"runtime"}),
-    ("rlm", {"tree", "tasks", "repl", "runtime"}),
-    ("tokenizer", {"tree", "runtime"}), ("model", {"runtime"}),
-    ("sampler", {"tree", "model", "runtime"}), ("grpo", {"tree", "runtime"}),
-    ("eval", {*TOP, "tasks", "runtime"} - {"train", "grpo"}),
-    ("train", {*TOP, "tasks", "runtime"})])
-def test_the_top_level_knows_only_what_lies_below_it(name, allowed):
-    assert rooms(imports(ROOT / f"{name}.py", inside_functions=False)) <= allowed
+    ("tree", {"runtime"}), ("tasks", {"tasks", "tree", "runtime"}),
+    ("runtime", {"runtime", "tree"}), ("repl", {"runtime", "tasks"}),
+    ("grpo", {"tree", "runtime"}), ("tokenizer", {"tree", "runtime"}),
+    ("model", {"runtime"}),
+    ("sampler", {"tree", "model", "runtime"}),
+    ("rlm", TEXT | {"tokenizer", "model", "sampler"}),  # these to ask a model
+    ("eval", {*TOP, *FOLDERS} - {"train", "grpo"}), ("train", {*TOP, *FOLDERS})])
+def test_arrows_point_down_also_inside_functions_and_by_path(name, allowed):
+    for path in HOUSE:
+        if name == path.relative_to(ROOT).parts[0].removesuffix(".py"):
+            assert rooms(imports(path)) <= allowed, path.name
 
 
-@pytest.mark.parametrize("folder, allowed", [
-    ("tasks", {"tasks", "runtime", "tree"}), ("runtime", {"runtime", "tree"})])
-def test_folders_know_nothing_of_the_top_level_but_tree(folder, allowed):
-    for path in (ROOT / folder).glob("*.py"):
-        assert rooms(imports(path)) <= allowed, path.name
+def test_no_two_files_need_each_other():
+    needs = {}
+    for path in HOUSE:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = name.removesuffix(".__init__")
+        needs[name] = {other for other in imports(path) if other != name}
+    needs.pop("lab.gpu")  # a part of lab.bench in a file of its own
+    TopologicalSorter(needs).prepare()  # CycleError names a circle
 
 
-def test_nothing_but_four_programs_imports_the_lab_and_they_where_they_use_it():
-    for path in FILES:
-        if path.parent.name not in ("lab", "tests"):
-            anywhere = path.name not in ("eval.py", "rlm.py", "repl.py", "train.py")
-            assert "lab" not in rooms(imports(path, anywhere)), path.name
+def test_nothing_but_two_programs_imports_the_lab_and_they_where_they_use_it():
+    known = {"eval.py": {"lab.methods", "lab.api"}, "train.py": {"lab.objectives"}}
+    for path in HOUSE:
+        if path.parent.name != "lab":
+            inside = {name for name in imports(path) if name.startswith("lab")}
+            assert inside <= known.get(path.name, set()), path.name
+            assert "lab" not in rooms(imports(path, inside_functions=False)), path.name
+
+
+def test_the_lab_can_be_deleted_whole(tmp_path):
+    names = shutil.ignore_patterns("lab", ".*", "runs", "__pycache__", "docs", "tests")
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=names)
+
+    def command(*words):
+        return subprocess.run([sys.executable, *words], cwd=tmp_path / "copy",
+                              capture_output=True, text=True)
+
+    trained = command("train.py", *"--model assets/tiny --warmup-steps 0 --steps 1 "
+                      "--questions 2 --group 2 --heldout 1 --out run".split())
+    assert trained.returncode == 0 or FLAT in trained.stderr
+    assert (tmp_path / "copy" / "run" / "report.html").exists()
+    answered = command("eval.py", *"--policy oracle --n 2 --html page.html".split())
+    assert answered.returncode == 0 and " 1.000 " in answered.stdout
+
+
+def test_files_import_no_more_of_runtime_than_they_may():
+    assert imports(ROOT / "grpo.py") & {"runtime.flags", "runtime"} == {"runtime.flags"}
+    assert not {"runtime.plan", "runtime.run"} & imports(ROOT / "model.py")
 
 
 @pytest.mark.parametrize("name", ["tree", "repl", "rlm"])
@@ -84,35 +130,30 @@ def test_the_text_side_needs_the_standard_library_alone(name):
 
 
 def test_the_program_needs_only_the_packages_that_it_names():
-    for path in FILES:
-        if path.parent.name in ("", "tasks", "runtime") or path.parent == ROOT:
+    for path in HOUSE:
+        if path.parent.name != "lab":
             others = {name.split(".")[0] for name in imports(path)} - {*TOP, *FOLDERS}
             assert others <= OUTSIDE | sys.stdlib_module_names, path.name
 
 
+def exit_status(code):
+    return subprocess.run([sys.executable, "-c", f"import sys\n{code}"],
+                          cwd=ROOT).returncode
+
+
 @pytest.mark.parametrize("name", ["tree", "tasks", "repl", "rlm"])
 def test_importing_the_text_side_loads_no_torch(name):
-    code = f"import sys, {name}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_importing_the_programs_loads_nothing_of_the_lab():
-    code = ("import sys, train, eval\n"
-            "sys.exit(any(name.startswith('lab') for name in sys.modules))")
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert exit_status(f"import {name}\nsys.exit(bool({{'torch', 'numpy'}} & "
+                       "{*sys.modules}))") == 0
 
 
 def test_asking_a_model_loads_neither_fsdp_nor_the_compiler():
     """They take as long to load as torch itself, and a question needs neither."""
-    code = ("import sys, rlm, torch\n"
-            "rlm.RLM('assets/tiny').completion('Sort the notes from \"A\".', {})\n"
-            "slow = {'torch._dynamo', 'torch.distributed.tensor'} & {*sys.modules}\n"
-            "sys.exit(bool(slow) and not torch.cuda.is_available())")
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_no_module_shadows_the_standard_library():
-    assert not {*TOP, *FOLDERS} & sys.stdlib_module_names
+    assert exit_status(
+        "import rlm, torch\n"
+        "rlm.RLM('assets/tiny').completion('Sort the notes from \"A\".', {})\n"
+        "slow = {'torch._dynamo', 'torch.distributed.tensor'} & {*sys.modules}\n"
+        "sys.exit(bool(slow) and not torch.cuda.is_available())") == 0
 
 
 def test_no_line_is_longer_than_92_columns():
