@@ -42,8 +42,6 @@ from runtime.sandbox import SET_NAME, Limits, call
 # The server's program. It hands the worker over, as runtime knows nothing of this file.
 SERVER = "import repl, runtime.repl_server as server; server.main(repl.Worker)"
 
-# --- the client ---------------------------------------------------------------------------
-
 
 async def no_model(kind: str, prompts: list, contexts: Any) -> list:
     return ["Error: this REPL has no model that could answer"] * len(prompts)
@@ -77,14 +75,12 @@ class REPL:
             self._sock = None
 
     async def execute(self, code: str, on_query: Callable = no_model) -> Result:
-        """Run one block. Errors of the code are in the result, and never raised.
+        """Run one block. Errors of the code are in the result. FINAL closes the REPL.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
-        is "llm" or "rlm", `contexts` a list of JSON values or None. An exception of
-        on_query closes the REPL and is raised here. FINAL and a death close it too.
-
-        Raises REPLError if the process cannot be started (also if `tools` raises or the
-        context is too large), if the server was lost, and if the REPL is closed.
+        is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises closes
+        the REPL and is raised here. Raises REPLError if the process cannot be started (also
+        if `tools` raises), if the server is lost, and if the REPL is closed.
         """
         if self._first is not None:
             first, self._first = self._first, None  # the context will live in the worker
@@ -157,9 +153,6 @@ class REPL:
         return found
 
 
-# --- the worker ---------------------------------------------------------------------------
-
-
 class Final(BaseException):
     """Ends the code after FINAL. The answer is already sent: the code may catch this."""
 
@@ -192,8 +185,8 @@ class Worker:
         self.ending = False  # its result is due: no further query is sent
         self.blocks = 0
         # Dataclasses and pickle look up the module that defines a class.
-        self.module = sys.modules["__main__"] = types.ModuleType("__main__")
-        self.namespace = vars(self.module)
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        self.namespace = vars(sys.modules["__main__"])
         self.builtins = Builtins(self)
         self.reserved: dict[str, Any] = {}
         self.python = dict(vars(python_builtins))
@@ -213,7 +206,7 @@ class Worker:
     def start(self, context: Any, tools: str) -> str:
         """Fill the namespace. Returns the error of `tools`, or ""."""
         call("prctl", SET_NAME, b"repl", 0, 0, 0)
-        self.reserved = {name: getattr(self.builtins, name) for name in FUNCTIONS}
+        self.reserved = {name: getattr(self.builtins, name) for name in BUILTINS}
         self.reserved |= {"context": context, "__builtins__": python_builtins}
         self.namespace.update(self.reserved)
         error = self.attempt(self.execute, tools, "<repl tools>")
@@ -379,8 +372,7 @@ class Builtins:
         return self.worker.query("rlm", prompts, contexts)
 
 
-FUNCTIONS = tuple(name for name in vars(Builtins) if not name.startswith("_"))
-BUILTINS = ("context", "answer", *FUNCTIONS)
+BUILTINS = [name for name in vars(Builtins) if not name.startswith("_")]
 
 
 def short_traceback(error: BaseException) -> str:
@@ -394,9 +386,6 @@ def short_traceback(error: BaseException) -> str:
         lines.insert(0, "Traceback (most recent call last):")
     lines.append("".join(traceback.format_exception_only(error)).rstrip())
     return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
-
-
-# --- the command line ---------------------------------------------------------------------
 
 
 def main() -> None:
@@ -417,7 +406,7 @@ def main() -> None:
         context = read_texts(args.files) if args.files else ""
         repl, result = REPL(context, source(TOOLS), Limits(sandbox=args.sandbox)), Result()
         print(describe(context, "full"))
-        print("there are:", *BUILTINS[1:], *(tool.__name__ for tool in TOOLS))
+        print("there are: answer", *BUILTINS, *(tool.__name__ for tool in TOOLS))
         print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
         with asyncio.Runner() as runner:
             while not (result.done or result.died):

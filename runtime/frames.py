@@ -95,8 +95,7 @@ def read_query(data: bytes) -> tuple[str, list[str], list | None]:
 def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     """`value` in the types of JSON. A set, a range or an array becomes a list, a dataclass
     a dict, a number of numpy a number. What has no such type, or is too deep, becomes text.
-
-    `above` holds the ids of the containers around it: a cycle ends at its first repetition.
+    `above` are the ids of the containers around it: a cycle ends at its first repetition.
     Raises TypeError for a generator, because reading it would use it up."""
     if value is None or isinstance(value, (str, int, float)):
         return value

@@ -39,9 +39,6 @@ class REPLError(RuntimeError):
     """The machine failed, not the code: no REPL was started, or the server was lost."""
 
 
-# --- the client's end ---------------------------------------------------------------------
-
-
 def trees_at_once(nodes: int) -> int:
     """How many trees of at most `nodes` nodes the limit of open files allows at once.
 
@@ -109,9 +106,6 @@ class Handle:
 
 
 atexit.register(Handle.stop)
-
-
-# --- the server ---------------------------------------------------------------------------
 
 
 class Channel:
@@ -206,8 +200,6 @@ class Server:
         request, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
         if not request:
             self.shut_down()
-        if not descriptors:  # too many are open: the kernel closed it, the client sees this
-            return
         slot = Slot(Limits(**json.loads(request)))
         client = socket.socket(fileno=descriptors[0])
         slot.client = Channel(self.selector, client, self.from_client, slot)

@@ -1,13 +1,11 @@
 """Isolation of the REPL workers: limits, namespaces, a file system, a user id.
 
-The server leaves the network and changes to a file system with only the system's programs
-and this Python. Each worker gets its own process namespace and a small writable directory.
-Workers of root get their own user ids. Root needs CAP_SYS_ADMIN for this, other users need
-user namespaces. Where the kernel refuses, or with `sandbox="off"`, a worker has only its
-limits, a session, a directory and a short environment.
-
-This protects from accidents and from a policy that explores, not from an attacker: see
-docs/repl.md. Linux only. Left out: control groups and system-call filters.
+The server leaves the network and sees only the system's programs and this Python. Each
+worker gets its own process namespace and writable directory, and those of root also get
+their own user ids. Root needs CAP_SYS_ADMIN for this, other users need user namespaces.
+Where the kernel refuses, or with `sandbox="off"`, a worker has only its limits, a session,
+a directory and a short environment. docs/repl.md says what is not isolated.
+Left out: other systems than Linux, control groups, system-call filters.
 """
 
 from __future__ import annotations
@@ -86,11 +84,11 @@ class Sandbox:
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
-        from pathlib import Path  # here, as it is slow to import
-
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        texts = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1",
+                 "gid_map": f"{gid} {gid} 1"}
+        for name, text in texts.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
         if child := os.fork():
             os.closerange(3, DESCRIPTORS)
             os.waitpid(child, 0)

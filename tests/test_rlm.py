@@ -521,7 +521,8 @@ def test_the_full_prompt_is_filled_in_and_names_every_builtin(path):
     system, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
                            evidence_kind, config)
     assert not re.search(r"[{}]", system.replace("{paper id: text}", ""))
-    for name in (*BUILTINS, *(tool.__name__ for tool in evidence_kind.TOOLS)):
+    tools = [tool.__name__ for tool in evidence_kind.TOOLS]
+    for name in ("context", "answer", *BUILTINS, *tools):
         assert re.search(rf"\b{name}\b", system), name
     assert evidence_kind.STRATEGY in system and "the {question}" in user
     assert ("a child with a REPL" in system) == (path == ())
