@@ -3,7 +3,6 @@
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
     python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
-    python eval.py --api http://localhost:8000/v1 --api-model NAME --html report.html
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
@@ -46,6 +45,7 @@ from runtime.repl_server import trees_at_once
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks
+from tasks.text import as_text
 from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, from_row, write_rollouts
 
@@ -78,17 +78,12 @@ def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
 # Statistics
 
 def record_of(rollout: Rollout) -> dict:
-    """What the statistics read of an answer."""
+    """What the statistics read of an answer. The length of a context is everywhere its
+    characters / 4: about tokens, and the same for every model."""
     nodes = list(rollout.root.walk())
-    return {"id": rollout.task.id, "context": length_of(rollout.task),
+    return {"id": rollout.task.id, "context": len(as_text(rollout.task.context)) // 4,
             "score": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
-
-
-def length_of(task: Task) -> int:
-    """The length of its context, which is everywhere characters / 4: about tokens, and the
-    same for every model."""
-    return len(rlm.as_text(task.context)) // 4
 
 
 def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
@@ -149,10 +144,8 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
 
 def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None:
     """One tree per held-out question; the scores are kept as results[name]."""
-    rollouts = collect(asked, (run.config.seed, name), name)
-    records = [record_of(rollout) for rollout in rollouts]
-    method = trained_as(run.rlm_config)
-    row = summary(records, asked[0].kind, None, method)
+    records = [record_of(r) for r in collect(asked, (run.config.seed, name), name)]
+    row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
     run.state.results[name] = row
     run.log({"phase": "eval", "name": name, "step": run.state.step, **row})
     print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "

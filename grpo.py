@@ -17,8 +17,7 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
 
     c        a constant (Dr. GRPO), where the blog's formula has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
-    w_t      pi_old / pi_sampler, which differ a little in precision and kernels; detached
-             and truncated as in TIS (truncated importance sampling)
+    w_t      pi_old / pi_sampler, which differ by rounding: an importance weight, truncated
     k3_t     estimates KL(pi || pi_ref), where GRPO started from pi_ref
 
 The functions stand in the order of the equation. All weights are known before the first
@@ -27,8 +26,7 @@ which rank computes them. Left out: a value function, and scores of single turns
 
 Tried (docs/objective.md, docs/results.md; the objectives are in lab/objectives.py):
 
-    only roots trained           at most 0.54 on notes, the default task, which inheritance
-                                 brings to at least 0.90
+    only roots trained           at most 0.54 on notes; inheritance has at least 0.90
     1/k against summed children  no difference on notes
     1/|y| as c                   no difference on notes and deep
     all tokens alike as c        one of two runs on notes broke; no difference on deep
@@ -36,7 +34,6 @@ Tried (docs/objective.md, docs/results.md; the objectives are in lab/objectives.
     RAO, MaxRL, RLOO, 1/N        no difference beyond chance on deep
     a child's own score          no difference on deep, a lead on definitions (one run)
     forks (Tree-GRPO)            a lead on deep, perhaps only due to more updates; removed
-    flat groups sampled again    no difference on an earlier evidence; removed
     a price on tokens            no gain, and a high one silenced the policy; removed
 """
 from __future__ import annotations
@@ -81,8 +78,8 @@ def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 
 def advantages(rollouts: list[Rollout], config: GRPOConfig,
                compare: Callable | None = None) -> list[float]:
-    """The advantage of each root within its group; 0 for failed rollouts, which no group
-    counts. Other objectives `compare` the rewards of a group in their own way."""
+    """The advantage of each root within its group, 0 for failed rollouts. Other objectives
+    `compare` the rewards of a group in their own way."""
     result = [0.0] * len(rollouts)
     for members in scored_groups(rollouts).values():
         rewards = [rollouts[i].reward for i in members]
@@ -106,8 +103,7 @@ def inherit(rollouts: list[Rollout], per_tree: list[float],
         if rollout.failed:
             continue
         for node, weight in node_weights(rollout.root, config).items():
-            is_root = node is rollout.root
-            trained = {"inherit": True, "root": is_root, "children": not is_root}
+            trained = {"inherit": True, "root": not node.depth, "children": node.depth}
             if trained[config.credit]:
                 turns = sum(turn.sampled for turn in node.turns)
                 result[node] = Credit([advantage] * turns, weight)
@@ -146,11 +142,9 @@ class Row:
 
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Row]:
-    """The batch as rows, one per node that has a credit and sampled a token.
-
-    Rows without any advantage add nothing to the loss and are dropped, unless there is a
-    KL term; their trees and tokens still count in the means. Raises ValueError for a credit
-    that does not have one advantage per sampled turn."""
+    """The batch as rows: one per node that has a credit and sampled a token. Rows without
+    an advantage are dropped unless there is a KL term; their trees and tokens still count.
+    Raises ValueError for a credit that has not one advantage per sampled turn."""
     trees = [rollout for rollout in rollouts if not rollout.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)
@@ -205,17 +199,15 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
 
 
 @torch.no_grad()
-def add_log_probabilities(packs: list[dict], config: GRPOConfig, model,
-                          reference) -> None:
-    """"old", those of the policy before the first of several updates, and "reference",
-    those of the policy that GRPO started from, for a KL term."""
+def add_log_probabilities(packs: list[dict], config: GRPOConfig, model, reference) -> None:
+    """Add "old" and "reference" to the packs, as far as the loss needs them."""
     for pack in packs:
         inputs = pack["ids"], pack["mask"], pack["lengths"]
         if config.updates > 1:
             pack["old"], _ = model.logprobs(*inputs)
         if reference:
             pack["reference"], _ = reference.logprobs(*inputs)
-        elif config.kl:  # with adapters off, the model is the reference
+        elif config.kl:  # without its adapters the model is the reference
             with model.adapters_off():
                 pack["reference"], _ = model.logprobs(*inputs)
 
@@ -271,11 +263,9 @@ SWITCHES = ("credit", "children", "length", "std")  # those that an objective ma
 
 
 def check_switches(objective: Callable, config: GRPOConfig) -> None:
-    """Raises ValueError for a switch that was changed though the objective ignores it.
-    Without `reads` it ignores all."""
+    """Raises ValueError for a changed switch that the objective does not read."""
     ignored = set(SWITCHES) - set(getattr(objective, "reads", ()))
     for f in fields(config):
         value = getattr(config, f.name)
         if f.name in ignored and value != f.default:
-            raise ValueError(f"the objective {config.objective} does not read {f.name}: "
-                             f"leave it {f.default}, not {value}")
+            raise ValueError(f"{config.objective} does not read --{f.name} {value}")

@@ -136,11 +136,11 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
     ("node_mean", {"children": "sum"})])
 def test_a_switch_that_an_objective_does_not_read_is_refused(name, switch):
     config = GRPOConfig(objective=name, **switch)
-    with pytest.raises(ValueError, match=f"{name} does not read {[*switch][0]}"):
+    with pytest.raises(ValueError, match=f"{name} does not read --{[*switch][0]}"):
         check_switches(getattr(objectives, name), config)
 
     config = GRPOConfig(objective="mine.py", **switch)
-    with pytest.raises(ValueError, match=f"mine.py does not read {[*switch][0]}"):
+    with pytest.raises(ValueError, match=f"mine.py does not read --{[*switch][0]}"):
         check_switches(lambda rollouts, config: {}, config)
 
 
