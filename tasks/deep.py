@@ -2,10 +2,10 @@
 
 Gold is a list of words. The score is the F1 over the different strings of an answer.
 
-Two papers of two sections of two paragraphs are nested lists. One word of each paragraph is
-in DICTIONARY, and the question asks for the eight meanings. The dictionary is nowhere in
-the context and too long to be written as code, all words look alike and none occurs twice:
-somebody has to read each paragraph, and the model's window (TINY) holds just one.
+The context is nested lists: two papers, each with two sections of two paragraphs. One word
+of each paragraph is in DICTIONARY. The question asks for the eight meanings. The dictionary
+is not in the context and too long to be written as code. All words look alike, and none
+occurs twice. So every paragraph has to be read, and the window (TINY) holds just one.
 """
 import random
 from itertools import product
@@ -13,7 +13,7 @@ from itertools import product
 from tasks.in_repl import TOOLS, block
 from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
 
-# A node has one message with room for one call, to two children at most.
+# A node has one message. It has room for one call, to at most two children.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,
         "limits": {"queries": 2}}
 

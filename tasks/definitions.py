@@ -1,13 +1,13 @@
 """definitions: which words of a dictionary are of a class.
 
-`List the words of class "animal".` The context is a list of pages, each of a few lines like
+`List the words of class "animal".` The context is a list of pages of a few lines, like
 "otter: freshwater carnivorous mammal". Words, definitions and classes are WordNet's
 (data/wordnet.tsv): real text with labels by people. No definition names the class of its
-word, so what a search finds is little; it has to be read.
+word. So a search finds little, and the pages have to be read.
 
-Gold is a list of words. The score is the F1 over words: an echo of all of them scores
-2p/(1+p), p being their share, about 0.07. A fifth of the words is held out: held-out
-questions consist of these alone, and no question of training has one of them.
+Gold is a list of words. The score is the F1 over words. An echo of all words scores
+2p/(1+p), where p is the share of gold words, about 0.07. A fifth of the words is held out:
+held-out questions use only these, and questions of training use none of them.
 """
 import re
 import zlib
@@ -68,8 +68,8 @@ def make(rng, tokens=None, heldout=False):
 
 
 def score(task, answer):
-    """Over the different words of an answer: nested lists of them, or text with commas or
-    line ends between them. What is no word of the context counts as a wrong one."""
+    """F1 over the different words of an answer: nested lists, or text with commas or line
+    ends between the words. Whatever is not in the context counts as a wrong word."""
     text = "\n".join(strings_in(answer))
     words = {part.strip() for part in re.split("[,\n]", text)} - {""}
     both = len(words & set(task.answer))
@@ -90,8 +90,9 @@ def words_on(text: str) -> list[str]:
     return re.findall("^([a-z]+): ", text, re.MULTILINE)
 
 
-# Shares of good and bad strategies; only all with read is right. Most children read, as
-# that takes long to learn. None echoes its words: that pays more than reading badly.
+# Shares of good and bad strategies. Only "all" with "read" is right. Most children read,
+# because that takes long to learn. No child echoes all its words: that scores more than
+# reading badly.
 ROOT_SCRIPTS = {"all": 0.4, "one": 0.25, "some": 0.2, "forget": 0.15}
 CHILD_SCRIPTS = {"read": 0.75, "first": 0.15, "none": 0.1}
 
@@ -102,15 +103,15 @@ def demonstrate(task, node, rng):
 
 
 def strategy_code(task, node, name: str) -> str:
-    asked = word_of(task)
-    ask = f"""'List the words of class "{asked}".'"""
+    kind = word_of(task)
+    query = f"""'List the words of class "{kind}".'"""
     if node.depth and any(turn.role == "assistant" for turn in node.turns):
         words = [word for word in words_on(node.turns[-1].text) if word in KIND]
-        return block(label_code(words[:1] if name == "first" else words, asked))
+        return block(label_code(words[:1] if name == "first" else words, kind))
     return block({
-        "all": f"FINAL(rlm_query_batched({ask}, context))",
-        "one": f"FINAL(rlm_query({ask}, context[0]))",
-        "some": f"FINAL(rlm_query_batched({ask}, context[:2]))",
+        "all": f"FINAL(rlm_query_batched({query}, context))",
+        "one": f"FINAL(rlm_query({query}, context[0]))",
+        "some": f"FINAL(rlm_query_batched({query}, context[:2]))",
         "forget": "print(len(context))",
         # a child
         "read": "print(context)",
@@ -119,11 +120,11 @@ def strategy_code(task, node, name: str) -> str:
     }[name])
 
 
-def label_code(words: list[str], asked: str) -> str:
-    """A line "word class" for each word, and an answer with those of the class asked for.
-    So reading is one small step per line. A dict would be quotes and commas by half."""
+def label_code(words: list[str], kind: str) -> str:
+    """A line "word class" for each word, and an answer with the words of one class. So
+    reading is one small step per line. Half of a dict would be quotes and commas."""
     lines = "\n".join(f"{word} {KIND[word]}" for word in words)
-    chosen = f's.split()[0] for s in kinds.split("\\n") if s.endswith(" {asked}")'
+    chosen = f's.split()[0] for s in kinds.split("\\n") if s.endswith(" {kind}")'
     return f'kinds = """\n{lines}\n"""\nFINAL([{chosen}])'
 
 

@@ -1,9 +1,9 @@
 """evidence: the sentences that answer a question, in many papers.
 
 Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
-alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), with p the
-gold share of its characters. Generated papers have sentences about made-up terms; the
-question asks for those about one term.
+alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), where p is the
+share of gold characters. Generated papers have sentences about made-up terms. The question
+asks for the sentences about one term.
 """
 import re
 from dataclasses import replace
@@ -61,7 +61,7 @@ def read(row):
     """`question`, `papers` = [{paperId, title, abstract, text}], `evidence` = [{paperId,
     selections: [{text}]}]: alphaXiv/multi-paper-synthetic.
 
-    A selection may have other blanks than its paper. The gold is what the paper has."""
+    A selection may have other blanks than its paper. The gold is the paper's text."""
     context, gold = {}, {}
     for paper in field(row, "papers", list):
         title, abstract, text = (field(paper, k) for k in ("title", "abstract", "text"))
@@ -85,9 +85,9 @@ SHORTEST = 12  # characters of a string that counts; a shorter one has to be gol
 
 
 def score(task, answer):
-    """Micro F1 over characters: every occurrence of every returned string is marked in
+    """Micro F1 over characters. Every occurrence of every returned string is marked in
     every paper, so repeating a span gains nothing. Short strings do not count: the letters
-    of the alphabet would mark everything without reading anything."""
+    of the alphabet would mark all papers."""
     gold_spans = {span for spans in task.answer.values() for span in spans}
     spans = {span for span in strings_in(answer)
              if len(span) >= SHORTEST or span in gold_spans}
@@ -125,7 +125,7 @@ def mark(text: str, spans) -> bytearray:
     return marked
 
 
-# Shares of good and bad strategies. Right are filter with exact, and search.
+# Shares of good and bad strategies. "filter" with "exact" is right, and so is "search".
 ROOT_SCRIPTS = {"filter": 0.25, "all": 0.15, "one": 0.15, "search": 0.15, "alone": 0.15,
                 "forget": 0.15}
 CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
@@ -143,12 +143,12 @@ def demonstrate(task, node, rng):
 def strategy_code(task, name: str) -> str:
     word = word_of(task)
     hits = f'ps = [p for p in context.values() if "{word}" in p]\n'
-    ask = f"""'Quote "{word}".'"""
+    query = f"""'Quote "{word}".'"""
     return block({
-        # a root: children get the papers with the word, or all, or one; it searches itself
-        "filter": hits + f"FINAL(rlm_query_batched({ask}, ps))",
-        "all": f"FINAL(rlm_query_batched({ask}, list(context.values())))",
-        "one": hits + f"FINAL(rlm_query({ask}, ps[0]))",
+        # a root: children get the papers with the word, or all, or one; or it searches
+        "filter": hits + f"FINAL(rlm_query_batched({query}, ps))",
+        "all": f"FINAL(rlm_query_batched({query}, list(context.values())))",
+        "one": hits + f"FINAL(rlm_query({query}, ps[0]))",
         "search": hits + f'FINAL([search(p, "{word}", 0) for p in ps])',
         "alone": hits + "FINAL(ps)",
         "forget": hits + "print(len(ps))",

@@ -40,14 +40,14 @@ def read(row):
     return query, context, field(row, "outputs", list)
 
 
-# A root: children look for the needle in pieces of the context, which overlap.
+# A root: each child looks for the needle in a piece of the context. The pieces overlap.
 SPLIT = """\
 size = -(-len(context) // 24)
 parts = [context[i:i + size + 200] for i in range(0, len(context), size)]
 found = rlm_query_batched({query!r}, parts)
 FINAL(next(value for value in found if value))"""
 
-# A child: None where the needle is not.
+# A child: None if its piece has no needle.
 FIND = """\
 import re
 said = re.search(r"for {key} is: (\\d+)\\.", context)

@@ -1,15 +1,15 @@
 """notes: what each note from one place is about.
 
-`Sort the notes from "Kelso".` Which notes are from the place can be searched for. Whether
-one is about an animal, a plant, a tool or a food is in no text: one of its words says so,
-among others that say nothing. What a message prints is cut at the length of one note, so
-the scripts that are good ask children. There are ways without, which no script shows.
+`Sort the notes from "Kelso".` Code can find the notes from the place. No text says whether
+a note is about an animal, a plant, a tool or a food: one of its words means one of these,
+among others that mean nothing. A message prints at most the length of one note, so the good
+scripts use children. There are ways without children, which no script shows.
 
 Gold is {name: kind}. The score is the share of right kinds among all notes that the
-answer or the gold names, so an echo scores 0 and a guess about a quarter. The words are
-English: a pretrained model knows them, one made from nothing learns them from the scripts.
-Each place has words that no note from there holds in training. In held-out questions all
-notes from the place hold one of these.
+answer or the gold names. So an echo scores 0, and a guess about a quarter. The words are
+English: a pretrained model knows them, and one made from nothing learns them from the
+scripts. Some pairs of a place and a word are held out. No note of training has such a pair,
+and in held-out questions each note from the place has one.
 """
 import re
 
@@ -63,7 +63,7 @@ def is_heldout(place: str, word: str) -> bool:
     return (PLACES.index(place) + 3 * EVERY.index(word)) % 5 == 0
 
 
-# What notes from other places are made of: how often a word occurs tells nothing.
+# The words of notes from other places. How often a word occurs tells nothing.
 ANY = {place: [word for word in EVERY if not is_heldout(place, word)] for place in PLACES}
 
 
@@ -96,7 +96,7 @@ def score(task, answer):
 
 
 def part_score(task, part, answer):
-    """For a child that was given one note: whether it says what that one is about."""
+    """For a child that was given one note: whether it says what the note is about."""
     if part not in task.context.values():
         return None
     return float(answer == kind_of(part))
@@ -107,7 +107,7 @@ def kind_of(text: str) -> str:
     return next((KIND[word] for word in words if word in KIND), "")
 
 
-# Shares of good and bad strategies. Only filter with read is right.
+# Shares of good and bad strategies. Only "filter" with "read" is right.
 ROOT_SCRIPTS = {"filter": 0.45, "all": 0.15, "one": 0.2, "read": 0.12, "forget": 0.08}
 CHILD_SCRIPTS = {"read": 0.5, "guess": 0.4, "look": 0.1}
 
@@ -119,7 +119,7 @@ def demonstrate(task, node, rng):
 
 def strategy_code(task, node, name: str, guess: str = "") -> str:
     find = f'ids = [i for i in context if "{word_of(task)}" in i]\n'
-    ask = "ks = rlm_query_batched('Kind?', [context[i] for i in ids])\n"
+    query = "ks = rlm_query_batched('Kind?', [context[i] for i in ids])\n"
     join = "FINAL(dict(zip(ids, ks)))"
     looked = any(turn.role == "assistant" for turn in node.turns)
     if name == "read" and looked and node.depth:
@@ -131,11 +131,11 @@ def strategy_code(task, node, name: str, guess: str = "") -> str:
         return block(f'{find}print("\\n".join(context[i] for i in ids))')
     return block({
         # a root: children read the notes from the place, or all, or one, or none
-        "filter": find + ask + join,
-        "all": "ids = list(context)\n" + ask + join,
-        "one": find + "ids = ids[:1]\n" + ask + join,
+        "filter": find + query + join,
+        "all": "ids = list(context)\n" + query + join,
+        "one": find + "ids = ids[:1]\n" + query + join,
         "forget": find + "print(len(ids))",
-        # a child: it reads, it does not, it reads and does not answer
+        # a child: it reads, it guesses, it reads and does not answer
         "read": "print(context)",
         "guess": f'FINAL("{guess}")',
         "look": "print(context)",

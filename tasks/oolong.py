@@ -1,10 +1,8 @@
 """oolong: label every line, then count (OOLONG, arXiv 2511.02817).
 
 Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 **
-|error|.
-
-The label of a generated line follows from how its question begins, so that a script can
-know it; a model has to read. pairs.py asks about such lines, too.
+|error|. How a generated question begins decides its label, so that a script knows it. A
+model has to read. pairs.py asks about such lines, too.
 """
 import ast
 import re
@@ -76,8 +74,8 @@ DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
 
 def score(task, answer):
-    """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. Of a
-    comparison, exactly one of the three phrases occurs. Left out: the public fallback to
+    """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. In a
+    comparison exactly one of the three phrases occurs. Left out: the public fallback to
     the last word of a text without a colon, which a list of all labels can pass."""
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
@@ -106,7 +104,7 @@ def read(row):
     return field(row, "question"), field(row, "context_window_text"), gold
 
 
-# A root: children label the lines of a piece each.
+# A root: each child labels the lines of one piece.
 SPLIT = """\
 lines = [line for line in context.split("\\n") if line.startswith("Date: ")]
 size = -(-len(lines) // 24)

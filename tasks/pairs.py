@@ -26,7 +26,7 @@ your answer, list all pairs in the format (user_id_1, user_id_2), separated by n
 
 
 def make(rng, tokens=None, heldout=False):
-    """The rule holds for some pairs of users, at most for half."""
+    """The rule holds for at least one pair of users, and for at most half of them."""
     context, rows = records(rng, 4 * (tokens or TOKENS))
     users = len({user for user, _ in rows})
     while True:
@@ -38,9 +38,9 @@ def make(rng, tokens=None, heldout=False):
 
 
 def score(task, answer):
-    """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list.
-    Where the gold is empty only an explicit [] scores, and it scores 1. All pairs of users
-    together score 2p/(1+p), with p the gold share of them."""
+    """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list. If
+    the gold is empty, an explicit [] scores 1 and all else 0. All pairs of users together
+    score 2p/(1+p), where p is the share of gold pairs."""
     found = pairs_in(answer)
     if not task.answer:
         return float(answer in ([], "[]"))
@@ -68,8 +68,8 @@ def read(row):
 
 
 PAIR = """\
-asked = {{line[28:33] for line, own in zip(lines, labels) if own in {labels}}}
-FINAL([[a, b] for a in asked for b in asked if a < b])"""
+found = {{line[28:33] for line, own in zip(lines, labels) if own in {labels}}}
+FINAL([[a, b] for a in found for b in found if a < b])"""
 
 
 def oracle(task, node):

@@ -15,7 +15,7 @@ TAILS = ("in every trial", "at low cost", "without a control", "over two years",
 
 
 def how_many(rng: random.Random, least: int, most: int) -> int:
-    """A number of documents, whose logarithm is uniform: small and large ones occur."""
+    """A number of documents with a uniform logarithm: small and large ones occur."""
     return round(least * (most / least) ** rng.random())
 
 

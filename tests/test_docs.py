@@ -99,7 +99,7 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
     assert not any(cell["outputs"] for cell in cells)
     names = {}
 
-    async def run():
+    async def execute():
         for cell in cells:
             code = compile("".join(cell["source"]), cell["id"], "exec",
                            ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -109,7 +109,7 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
 
     monkeypatch.chdir(ROOT / "docs")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    asyncio.run(run())
+    asyncio.run(execute())
     shown = capsys.readouterr().out
     good, others = map(float, re.findall(r"trees: ([-+][\d.]+)", shown))
     assert good > 0 > others  # one step, and good trees are more likely
