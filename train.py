@@ -52,7 +52,6 @@ from runtime.parallel import World, full_tensor
 from runtime.plan import Plan
 from runtime.run import Run, Start, flags_of_run, resuming
 from runtime.settings import RunConfig, UpdateConfig, WarmupConfig
-from runtime.stop import Stopped
 from sampler import Sampler, SamplerError
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
@@ -103,11 +102,8 @@ def main() -> None:
             raise
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         sys.exit(f"train.py: {rank}{error}")
-    except KeyboardInterrupt as stopped:
-        if world.rank == 0:
-            print(f"train.py: interrupted; continue with: {resuming(config, world)}",
-                  file=sys.stderr)
-        sys.exit(128 + getattr(stopped, "number", 2))  # 2 is Ctrl-C
+    except KeyboardInterrupt:
+        sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")
 
 
 def train(config: Config, world: World) -> None:
@@ -147,29 +143,23 @@ def train(config: Config, world: World) -> None:
     model, optimizer = load(start, config, memory, adapters)
     run.open(tokenizer, rlm_config)
 
-    with run.stop:
-        try:
-            if not in_grpo:
-                warm_up(config, run, memory, model, optimizer, trees)
-                warm = run.end_warm_up(model)
-                model = optimizer = None  # they are freed before others are read
-                model, optimizer = load(warm, config, memory, config.lora_rank > 0)
-                run.save_checkpoint(model, optimizer)
-            sampler = make_sampler(config, memory, model, world)
-            collect = partial(collect_trees, run, model, sampler, score)
-            if "heldout_warmup" not in run.state.results:
-                evaluate(run, collect, "heldout_warmup", questions.heldout)
-            grpo_loop(config, run, memory, model, optimizer, objective, questions, collect,
-                      Clock(sampler.stats))
-            run.save_checkpoint(model, optimizer)
-            run.save_model(model, "final")
-            evaluate(run, collect, "heldout_final", questions.heldout)
-            for name, longer in questions.longer.items():
-                evaluate(run, collect, name, longer)
-        except Stopped:
-            run.save_checkpoint(model, optimizer)
-            world.gather(None)  # where one rank ends, torchrun ends all
-            raise
+    if not in_grpo:
+        warm_up(config, run, memory, model, optimizer, trees)
+        warm = run.end_warm_up(model)
+        model = optimizer = None  # they are freed before others are read
+        model, optimizer = load(warm, config, memory, config.lora_rank > 0)
+        run.save_checkpoint(model, optimizer)
+    sampler = make_sampler(config, memory, model, world)
+    collect = partial(collect_trees, run, model, sampler, score)
+    if "heldout_warmup" not in run.state.results:
+        evaluate(run, collect, "heldout_warmup", questions.heldout)
+    grpo_loop(config, run, memory, model, optimizer, objective, questions, collect,
+              Clock(sampler.stats))
+    run.save_checkpoint(model, optimizer)
+    run.save_model(model, "final")
+    evaluate(run, collect, "heldout_final", questions.heldout)
+    for name, longer in questions.longer.items():
+        evaluate(run, collect, name, longer)
     run.finish()
     if run.state.silent == run.state.step > 0:
         raise ValueError(NOTHING_LEARNT)
@@ -307,13 +297,13 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
     mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
     with tqdm(total=len(mine), desc=label, leave=False, disable=None) as bar:
-        rollouts = run.stop.run(grow(
+        rollouts = asyncio.run(grow(
             [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
             [trees[n][1] for n in mine], numbers=mine, on_done=lambda _: bar.update(),
             score=score))
     # Every rank knows the questions, so only the trees are exchanged.
-    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts or [])}
-    grown = {n: tree for part in run.gather(share) for n, tree in part.items()}
+    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
+    grown = {n: tree for part in run.world.gather(share) for n, tree in part.items()}
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
 

@@ -25,7 +25,6 @@ from runtime import checkpoint, metrics, report
 from runtime.device import TYPES
 from runtime.files import read_json, write_json, write_text
 from runtime.parallel import World
-from runtime.stop import Stop, Stopped
 from tree import Rollout, render
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
@@ -75,7 +74,6 @@ class Run:
         self.config = config
         self.world = world
         self.out = config.out
-        self.stop = Stop()
         self.began = self.saved = self.reported = time.monotonic()
         self.state = State()
         self.trees: list[Rollout] = []  # of the last step
@@ -186,20 +184,12 @@ class Run:
 
     # --- what it leaves -------------------------------------------------------------------
 
-    def gather(self, value) -> list:
-        """The value of every rank. Raises Stopped on all of them if one was told to stop,
-        so it is called where weights and counters agree, and everything can be saved."""
-        values, told = zip(*self.world.gather((value, self.stop.number)))
-        if any(told):
-            raise Stopped(max(told))
-        return list(values)
-
     def maybe_save(self, model, optimizer, every: int = 0) -> None:
         """After a step: a checkpoint each `every` steps (0: SAVE_EVERY), and if the last
-        one is old. Raises Stopped."""
+        one is old."""
         due = (self.state.step % (every or SAVE_EVERY) == 0
                or time.monotonic() - self.saved > SAVE_SECONDS)
-        if self.gather(due)[0]:  # rank 0's clock decides
+        if self.world.gather(due)[0]:  # rank 0's clock decides
             self.save_checkpoint(model, optimizer)
 
     def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:

@@ -121,4 +121,4 @@ def opening(config, rlm_config) -> str:
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
             f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then GRPO, "
             f"{config.steps} steps on {trained} at {config.lr:g}\n"
-            f"Ctrl-C keeps what is done, and this continues:")
+            "what is interrupted continues with:")

@@ -1,5 +1,4 @@
 """Short runs through the command line: what they leave behind, resuming, bad input."""
-import asyncio
 import inspect
 import json
 import math
@@ -8,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,6 @@ from runtime.flags import parse
 from runtime.metrics import Clock
 from runtime.parallel import World
 from runtime.run import Run
-from runtime.stop import Stop, Stopped
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
@@ -352,49 +349,23 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
         torch.testing.assert_close(resumed[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_that_is_stopped_in_its_warm_up_takes_each_step_once(
-        short_run, tmp_path, monkeypatch, capsys):
-    """A signal in the optimizer's step: the step that was taken is saved."""
+def test_an_interrupted_run_says_how_it_continues(
+        short_run, tmp_path, monkeypatch):
+    """Ctrl-C between two checkpoints of the warm-up: it begins again, and ends alike."""
     out, step = tmp_path / "w", train.optimizer_step
 
-    def stopped(*args):
+    def pressed(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return step(*args)
 
-    before = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "optimizer_step", stopped)
-        assert command(train, patch, *SHORT, "--steps", 0, "--out", out, "--model",
-                       short_run / "init") == 130
-    assert f"continue with: python train.py --resume --out {out}\n" in (
-        capsys.readouterr().err)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert (state_of(out)["phase"], state_of(out)["step"]) == ("warmup", 1)
+        patch.setattr(train, "optimizer_step", pressed)
+        message = command(train, patch, *SHORT, "--steps", 0, "--out", out, "--model",
+                          short_run / "init", "--warmup", "scripts")
+    assert f"continue with: python train.py --resume --out {out}" in message
     assert command(train, monkeypatch, "--out", out, "--resume") is None
     for name, weight in weights(short_run / "warmup").items():
         assert torch.equal(weights(out / "warmup")[name], weight)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_sampling_of_a_step_that_is_not_counted(
-        number, loop_of, monkeypatch):
-    async def interrupted(*args, **more):
-        os.kill(os.getpid(), number)
-        await asyncio.sleep(600)
-
-    loop = loop_of()
-    loop.objective = SimpleNamespace(collect=interrupted)
-    with pytest.raises(Stopped) as stopped, loop.run.stop:
-        train.grpo_loop(**vars(loop))
-    assert stopped.value.number == number and loop.run.state.step == 0
-
-
-def test_a_second_ctrl_c_ends_a_run_at_once():
-    with pytest.raises(KeyboardInterrupt), Stop() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.number == signal.SIGINT
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
 
 
 def test_a_run_saves_when_ten_minutes_have_passed(loop_of):
