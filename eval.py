@@ -264,8 +264,7 @@ async def side_by_side(one: Callable, items: list, at_once: int, label: str) -> 
 
 def compare(args: argparse.Namespace) -> None:
     """Put to every method every question that --out lacks, and write the results."""
-    args.tasks = args.tasks or [tasks.usual(args.data)]
-    loaded = [tasks.load(spec) for spec in args.tasks]
+    loaded = [tasks.load(spec, args.data) for spec in args.tasks or [""]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None

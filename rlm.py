@@ -69,8 +69,8 @@ class RLMConfig:
 def load_config(model_dir: str, positions: float = math.inf,
                 sandbox: str = "auto") -> RLMConfig:
     """rlm.json of a checkpoint, or the defaults. The window is at most the model's
-    positions. `sandbox` (see repl.Limits) depends on this machine, so it is not read from
-    the file. Raises OSError, ValueError, or TypeError for an unknown field."""
+    positions. `sandbox` depends on this machine, so it is not read from the file. Raises
+    OSError, ValueError, or TypeError for an unknown field."""
     path = Path(model_dir, "rlm.json")
     saved = read_json(path) if path.exists() else {}
     limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
@@ -131,10 +131,10 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
 async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
                          score: Callable = tasks.reward, group: str = "",
                          grow: Callable = rollout) -> Rollout:
-    """One tree with its reward; `grow` makes it.
+    """One tree, made by `grow`, with its reward.
 
     A tree that the machine lost is grown once more: if the REPL server is killed, all trees
-    are lost at once. If that fails too, or no score can be had, `failed` says why and the
+    are lost at once. If that fails too, or there is no score, `failed` says why and the
     reward is 0: keep it out of means and baselines."""
     for _ in range(TRIES):
         try:
@@ -429,7 +429,7 @@ BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
 
 def opening(node: Node, query: str, context: Any, kind: ModuleType,
             config: RLMConfig) -> tuple[str, str]:
-    """The system and the user message that open a node."""
+    """The system and the user message that open a node; `kind` is that of the task."""
     if node.kind == "llm":
         return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
     system = BRIEF

@@ -113,7 +113,7 @@ def train(config: Config, world: World) -> None:
     config = settings.settle(config, rlm.load_config(config.model))
     objective = objective_of(config)
     score = handed_in.load(config.reward, "score") if config.reward else tasks.reward
-    kind = tasks.load(config.task or tasks.usual(config.data))
+    kind = tasks.load(config.task, config.data)
     questions = Questions(kind, config.data, config.seed, config.heldout)
     run = Run(config, world)
     start = run.start(lambda path: make_tiny(path, config, questions))

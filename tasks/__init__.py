@@ -47,11 +47,6 @@ from tree import Completion, Node
 NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong", "pairs")
 
 
-def usual(data: str | None) -> str:
-    """The kind where none is named: of questions from the file `data`, or generated."""
-    return "evidence" if data else "notes"
-
-
 @dataclass(frozen=True)
 class Task:
     id: str
@@ -65,9 +60,11 @@ _files: dict[str, ModuleType] = {  # the users' kinds, by the stems of their fil
     "question": in_repl}  # what a user asks about own files: there are tools, but no score
 
 
-def load(spec: str) -> ModuleType:
-    """The kind of task: one of NAMES, or path/to/my_task.py. Raises ValueError for an
-    unknown name, and where two kinds have one name."""
+def load(spec: str, data: str | None = None) -> ModuleType:
+    """The kind of task: one of NAMES, or path/to/my_task.py. The empty name means evidence
+    for questions of a file `data`, else notes. Raises ValueError for an unknown name, and
+    where two kinds have one name."""
+    spec = spec or ("evidence" if data else "notes")
     if spec in NAMES:
         return importlib.import_module(f"tasks.{spec}")
     if not handed_in.is_path(spec):
