@@ -15,7 +15,6 @@ handler that raises while an answer is awaited, or between two blocks, ends its 
 Tried: to fork the trainer takes 40 ms, to fork the server 1 ms. Handlers that were held
 back during a query made runaway recursions hang.
 """
-
 from __future__ import annotations
 
 import builtins as python_builtins
@@ -74,7 +73,7 @@ class REPL:
             self._sock.close()  # the server sees this and kills the worker
             self._sock = None
 
-    async def execute(self, code: str, on_query: Callable = no_model) -> Result:
+    async def execute(self, code: str, on_query: Callable | None = None) -> Result:
         """Run one block. Errors of the code are in the result. FINAL closes the REPL.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
@@ -85,7 +84,7 @@ class REPL:
         if self._first is not None:
             first, self._first = self._first, None  # the context will live in the worker
             await self._start(first)
-        result = await self._exchange(b"X", {"code": code}, on_query)
+        result = await self._exchange(b"X", {"code": code}, on_query or no_model)
         if result.done or result.died:
             self._close()  # code that catches the exception of FINAL must not run on
         return result
@@ -188,7 +187,6 @@ class Worker:
         sys.modules["__main__"] = types.ModuleType("__main__")
         self.namespace = vars(sys.modules["__main__"])
         self.builtins = Builtins(self)
-        self.reserved: dict[str, Any] = {}
         self.python = dict(vars(python_builtins))
         self.answer = {"content": "", "ready": False}
 
@@ -227,7 +225,7 @@ class Worker:
         exec(compile(source, name, "exec"), self.namespace)
 
     def attempt(self, function: Callable, *arguments: Any) -> str:
-        """Call it. Returns the short traceback of what it raised, even SystemExit."""
+        """Call it. Returns the short traceback of any exception, even SystemExit."""
         try:
             function(*arguments)
         except Final:
@@ -267,8 +265,7 @@ class Worker:
         return found
 
     def done(self, error: str, **answer: Any) -> None:
-        """Send the result of the block, unless it was sent. A thread's open query ends
-        first."""
+        """Send the result of the block, unless it was sent. An open query ends first."""
         self.ending = True
         with self.lock:
             if self.open:
@@ -289,9 +286,8 @@ class Worker:
             try:
                 self.sock.sendall(data)
                 _, data = self.receive()
-            except BaseException:
-                # From a signal handler. The next query would get the answer to this one.
-                os._exit(1)
+            except BaseException:  # of a signal handler of the code
+                os._exit(1)  # else the next query would get this answer
         return json.loads(data[HEADER.size:])
 
     def frame(self, kind: bytes, message: Any) -> bytes:

@@ -5,7 +5,6 @@ over one socket per REPL. `Server` forks a worker per REPL (`Slot`) and relays t
 worker and client (`Channel`) without reading their JSON. It keeps the clock of each REPL,
 and ends a REPL that overruns it or breaks the protocol.
 """
-
 from __future__ import annotations
 
 import atexit
@@ -17,6 +16,7 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -54,8 +54,7 @@ class Handle:
     current: Handle | None = None
 
     def __init__(self, sandbox: str, program: str):
-        import subprocess  # here and below: the server and its forks do without them
-        import tempfile
+        import tempfile  # here, as the server and its forks do without it
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(DESCRIPTORS, hard % 2**64)  # -1 is infinity
@@ -93,8 +92,6 @@ class Handle:
 
     @classmethod
     def stop(cls) -> None:
-        import subprocess
-
         handle, cls.current = cls.current, None
         if handle is not None:
             handle.control.close()
@@ -338,7 +335,7 @@ def main(worker: type) -> None:
     chosen, problem = choose(sandbox, base)
     if problem:
         print(f"repl.py: the sandbox has no namespaces ({problem})", file=sys.stderr)
-        if sandbox == "require":
+        if sandbox != "auto":
             sys.exit(1)
     chosen.enter()
     server = Server(socket.socket(fileno=control), chosen, base, worker)

@@ -87,10 +87,10 @@ def block(code: str) -> str:
 
 
 def word_of(task) -> str:
-    """The word in quotes in the question; else its longest that occurs in the context."""
+    """The quoted word of the question, else its longest word that the context contains."""
     quoted = re.search(r'"([^"\n]+)"', task.query)
     if quoted:
         return quoted[1]
     text = str(task.context)
-    words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True)
-    return next((word for word in words if word in text), words[0] if words else "the")
+    words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True) or ["the"]
+    return next((word for word in words if word in text), words[0])

@@ -468,9 +468,6 @@ CASES = TIME + MEMORY + PROCESSES + PROTOCOL + STATE + VALUES + SECRETS
 assert len(CASES) >= 60 and len({c.name for c in CASES}) == len(CASES)
 
 
-# --- playing them -----------------------------------------------------------------------
-
-
 def meets(expect, result):
     """Whether a Result is one of the alternatives."""
     for alternative in expect.split(" | "):
