@@ -1,31 +1,25 @@
-"""The decoder, its log-probabilities, LoRA, and checkpoints.
+"""The decoder, the log-probabilities of its tokens, and LoRA.
 
 A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
 (also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
 on every query and key head before the rotation. Parameters have the names of the Hugging
-Face checkpoints: what was trained loads in transformers or vLLM.
-
-Attention hands queries, keys and values to a function `attend`: runtime/pages.py has one
-for the sampler's cache, runtime/attention.py one for rows packed one after another. Without
-it, attention is causal over each row of the batch.
-
-LoRA freezes all weights and adds (alpha / rank) B A to each linear layer of attention and
-MLP. A starts uniform in +-1/sqrt(inputs), B at zero; the best learning rate then hardly
-depends on the rank. The sampler's copy and checkpoints have the sum, computed in float32.
+Face checkpoints, so a trained model loads in transformers or vLLM.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
-checkpoints; runtime/hf.py refuses them by name. Sources: Llama (arXiv 2302.13971), Qwen2
-and Qwen3 technical reports (2407.10671, 2505.09388), RoPE (2104.09864), GQA (2305.13245),
-SwiGLU (2002.05202), LoRA (2106.09685), LoRA Without Regret (Thinking Machines, 2025).
+checkpoints; runtime/hf.py refuses them by name. Tried and failed: float16, whose update is
+slower than float32 on a CPU; TinyLoRA with 13 numbers, which learned nothing.
+
+Sources: Llama (arXiv 2302.13971), Qwen2 and Qwen3 (2407.10671, 2505.09388), RoPE
+(2104.09864), GQA (2305.13245), SwiGLU (2002.05202), LoRA (2106.09685), LoRA Without
+Regret (Thinking Machines, 2025).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head_dim, M width of
 the MLP, V vocabulary, N sampled tokens of a batch, R rank.
 """
 import contextlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +31,8 @@ from runtime.attention import Gather, PackedRows, linear_float32
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
 
-LOGITS_BYTES = 1 << 27  # float32 logits at a time; for 32k tokens of Qwen3 it were 20 GB
+LOGITS_BYTES = 1 << 27  # float32 logits at a time; 32k tokens of Qwen3 would take 20 GB
+ACTIVATIONS = {"silu": F.silu}  # of the MLP, by their names in config.json
 
 
 @dataclass(frozen=True)
@@ -55,16 +50,15 @@ class Qwen3Config:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     model_type: str = "qwen3"
+    hidden_act: str = "silu"
 
     @classmethod
     def read(cls, path: str) -> "Qwen3Config":
         """Raises FileNotFoundError, or ValueError with a line that names file and field."""
         raw = hf.read_config(path)
+        if raw.get("hidden_act", "silu") not in ACTIVATIONS:
+            raise ValueError(f"{path}: not supported: hidden_act {raw['hidden_act']!r}")
         return cls(**{name: raw[name] for name in cls.__dataclass_fields__ if name in raw})
-
-    def to_json(self, dtype: torch.dtype) -> dict:
-        """What config.json holds; `dtype` is that of the weights beside it."""
-        return hf.config_json(asdict(self), dtype)
 
 
 # --- the decoder --------------------------------------------------------------------------
@@ -99,7 +93,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(E, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope, attend) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
+        heads = (*x.shape[:2], -1, self.head_dim)  # B T H E, or B T K E
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope)  # B T H E
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope)  # B T K E
         v = self.v_proj(x).view(heads)  # B T K E
@@ -117,42 +111,18 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # B T D
-
-
-class Linear(nn.Linear):
-    """x W^T, plus a bias in Qwen2's q, k and v, plus (alpha / rank) (x A^T) B^T in x's
-    dtype with adapters. They change no bias."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__(inputs, outputs, bias)
-        self.register_parameter("lora_A", None)  # R inputs
-        self.register_parameter("lora_B", None)  # outputs R
-        self.adapter_on = True
-        self.scale = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)  # B T outputs
-        if self.lora_A is None or not self.adapter_on:
-            return y
-        low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
-        return y + F.linear(low, self.lora_B.to(x.dtype))  # B T outputs
-
-
-class Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # there it would load torch's compiler, for 2 s
-            super().reset_parameters()
+        gated = self.activation(self.gate_proj(x)) * self.up_proj(x)  # B T M
+        return self.down_proj(gated)  # B T D
 
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
     """cos and sin of the rotary angles, each (B, T, 1, E), for `rotate`.
 
-    The numbers i and i + E/2 of a head are a point in the plane, which turns by the angle
-    position * theta^(-2i/E). sin is negative in the first half. Angles are float32, because
-    positions reach 262,144."""
+    The numbers i and i + E/2 of a head are a point in the plane. It turns by the angle
+    position * theta^(-2i/E). Angles are float32, because positions reach 262,144."""
     i = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     angles = positions_BT[..., None].float() * theta ** (-i / head_dim)  # B T E/2
     cos, sin = angles.cos(), angles.sin()
@@ -166,21 +136,193 @@ def rotate(x: Tensor, rope) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # B T H E
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # on meta it would load torch's compiler, for 2 s
+            super().reset_parameters()
+
+
+class Qwen3(nn.Module):
+    """Logits from ids: a Qwen3, Qwen2 or Llama, by config.model_type."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.recompute = False  # activation checkpointing by layer
+        self.rank = 0  # of the adapters; 0 without
+        self.model = nn.ModuleDict({
+            "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList(
+                Block(config, i) for i in range(config.num_hidden_layers)),
+            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+        })
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        for weight in self.parameters():
+            if weight.dim() == 2 and not weight.is_meta:  # 0.02 at Qwen3-4B's hidden size
+                nn.init.normal_(weight, std=config.hidden_size ** -0.5)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model["embed_tokens"].weight
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
+               attend: Callable | None = None) -> Tensor:
+        """(B, T) ids -> (B, T, D) final states.
+
+        Positions count from 0 unless given. `attend(layer, q, k, v)` replaces causal
+        attention: q and its result are (B, H, T, E), k and v (B, K, T, E)."""
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        x = self.model["embed_tokens"](ids_BT)  # B T D
+        rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for block in self.model["layers"]:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)  # B T D
+            else:
+                x = block(x, rope, attend)  # B T D
+        return self.model["norm"](x)  # B T D
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, V) logits."""
+        return self.lm_head(self.hidden(ids_BT))
+
+    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor,
+                 lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy (nats) of each token where mask is 1, given those
+        before it: two float32 (N,) in the order of the rows. Entropy has no gradient.
+
+        With `lengths`, B is 1 and T holds rows of these lengths one after another. Each row
+        sees only itself, and a common prefix is computed once. The mask of a row's first
+        token has to be 0."""
+        wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
+        if lengths is None:
+            x_ND = self.hidden(ids_BT)[:, :-1][wanted]  # B T D -> N D
+        else:
+            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
+            ids_BC = ids_BT[:, rows.computed]  # B T -> B C, each common prefix once
+            x_BCD = self.hidden(ids_BC, rows.positions[None], rows.attend)
+            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])  # C D -> N D
+        target_N = ids_BT[:, 1:][wanted]  # B T -> N
+        chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
+        return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
+
+    # --- LoRA -----------------------------------------------------------------------------
+
+    def adapted(self) -> list[tuple[str, "Linear"]]:
+        """(name, layer) of the linear layers with adapters: all but the head."""
+        return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
+
+    def adapters(self) -> dict[str, Tensor]:
+        return {name: w for name, w in self.named_parameters() if "lora_" in name}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All but the adapters. Of two tied weights only embed_tokens is there."""
+        return {name: w for name, w in self.named_parameters() if "lora_" not in name}
+
+    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
+        """Freeze all weights and add float32 adapters. They change no output at first. With
+        A uniform in +-1/sqrt(inputs) the best learning rate hardly depends on the rank."""
+        generator = torch.Generator().manual_seed(seed)
+        self.requires_grad_(False)
+        self.rank, self.alpha = rank, alpha
+        for _, layer in self.adapted():
+            bound = layer.in_features ** -0.5
+            A = torch.empty(rank, layer.in_features).uniform_(
+                -bound, bound, generator=generator)
+            B = torch.zeros(layer.out_features, rank)
+            # Adapters have values even if the weights are on meta.
+            device = "cpu" if layer.weight.is_meta else layer.weight.device
+            layer.lora_A = nn.Parameter(A.to(device))
+            layer.lora_B = nn.Parameter(B.to(device))
+            layer.scale = alpha / rank
+        return self
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Inside `with`, the model is the one before LoRA: the reference of the KL."""
+        for _, layer in self.adapted():
+            layer.adapter_on = False
+        try:
+            yield
+        finally:
+            for _, layer in self.adapted():
+                layer.adapter_on = True
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, weight) of a plain model that computes the same, in its order. An adapted
+        weight is a new float32 tensor, the others are this model's own. With sharded
+        weights all are new, and all ranks have to iterate."""
+        layers = {f"{name}.weight": layer for name, layer in self.adapted()}
+        for name, weight in self.weights().items():
+            weight = full_tensor(weight.detach())
+            if self.rank and name in layers:
+                layer = layers[name]
+                product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
+                weight = weight.float() + layer.scale * product
+            yield name, weight
+
+    def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
+        """A frozen plain model that computes the same, in new memory and in `dtype`."""
+        with torch.device("meta"):
+            copy = Qwen3(self.config)
+        dtype = dtype or self.lm_head.weight.dtype
+        fill(copy, {name: weight.to(dtype, copy=True) for name, weight in self.merged()})
+        return copy.requires_grad_(False)
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
+                        device: str = "cpu",
+                        prepare: Callable = lambda model: None) -> "Qwen3":
+        """From a directory in the Hugging Face layout. `prepare(model)` runs before weights
+        are read. It may add adapters and shard the model: a rank then keeps its share only.
+        Raises FileNotFoundError, or ValueError with a line that names files and tensors."""
+        config = Qwen3Config.read(os.path.join(path, hf.CONFIG))
+        with torch.device("meta"):  # no memory and no initialisation
+            model = cls(config)
+        prepare(model)
+        weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
+        places = model.weights()
+        for name, tensor in hf.read_weights(path, places):
+            # A copy, so that replacing the file does not change the weights.
+            tensor = tensor.to(dtype=dtype, device=device, copy=True)
+            weights[name] = local_share(tensor, places[name])
+        fill(model, weights)
+        return model
+
+    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and the weights, adapters merged. With sharded weights one rank
+        calls this while the others iterate over `merged`."""
+        dtype = dtype or self.lm_head.weight.dtype
+        hf.write_weights(path, self.merged(), dtype)
+        write_json(os.path.join(path, hf.CONFIG), hf.config_json(self.config, dtype))
+
+
+def fill(model: Qwen3, weights: dict[str, Tensor]) -> None:
+    """Replace the parameters of these names by these tensors."""
+    model.load_state_dict(weights, strict=False, assign=True)
+    if model.config.tie_word_embeddings:  # assign=True replaced one of the two names
+        model.lm_head.weight = model.model["embed_tokens"].weight
+
+
+# --- log-probabilities --------------------------------------------------------------------
+
 class HeadLogprobs(torch.autograd.Function):
     """x (N, D), weight (V, D), target (N,) -> log p(target) and entropy, float32 (N,).
 
-    Logits exist for `chunk` tokens at a time and are computed again in the backward pass.
-    All chunks add to one gradient of the weight; autograd would make one for each."""
+    Logits exist for n = `chunk` tokens at a time; the backward pass computes them again.
+    All chunks add to one gradient of the weight; autograd would make one per chunk."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_N, chunk):
         parts = []
         for x, target in zip(x_ND.split(chunk), target_N.split(chunk)):
-            all_nV = linear_float32(x, weight_VD)
-            norm_n = all_nV.logsumexp(-1)
+            all_nV = linear_float32(x, weight_VD)  # n D -> n V
+            norm_n = all_nV.logsumexp(-1)  # n V -> n
             all_nV -= norm_n[:, None]  # logits become log-probabilities
-            chosen_n = all_nV.gather(1, target[:, None])[:, 0]
-            entropy_n = -all_nV.exp().mul_(all_nV).sum(-1)
+            chosen_n = all_nV.gather(1, target[:, None])[:, 0]  # n V -> n
+            entropy_n = -all_nV.exp().mul_(all_nV).sum(-1)  # n V -> n
             parts.append((chosen_n, entropy_n, norm_n))
             del all_nV  # before the next chunk's
         logprobs_N, entropy_N, norm_N = map(torch.cat, zip(*parts))
@@ -197,203 +339,32 @@ class HeadLogprobs(torch.autograd.Function):
         for begin in range(0, len(x_ND), ctx.chunk):
             n = slice(begin, begin + ctx.chunk)
             x, target, grad = x_ND[n], target_N[n, None], grad_N[n, None]
-            d_nV = linear_float32(x, weight_VD)
+            d_nV = linear_float32(x, weight_VD)  # n D -> n V
             d_nV.sub_(norm_N[n, None]).exp_().mul_(-grad)  # -p g
             d_nV.scatter_add_(1, target, grad)  # (1 - p) g for the chosen token
             d_nV = d_nV.to(x.dtype)
-            torch.mm(d_nV, weight_VD, out=dx_ND[n])
+            torch.mm(d_nV, weight_VD, out=dx_ND[n])  # n V -> n D
             if dweight_VD is not None:
                 dweight_VD.addmm_(d_nV.T, x)
             del d_nV
         return dx_ND, dweight_VD, None, None
 
 
-class Qwen3(nn.Module):
-    """Logits from ids, of a Qwen3 or one of its relatives: config.model_type says which.
+# --- LoRA ---------------------------------------------------------------------------------
 
-    `recompute` is activation checkpointing: a layer keeps only its input, and the backward
-    pass computes the rest again. `rank` is the rank of the adapters, 0 without."""
+class Linear(nn.Linear):
+    """x W^T, plus a bias in Qwen2's q, k and v, plus (alpha / rank) (x A^T) B^T."""
 
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.config = config
-        self.recompute = False
-        self.rank = 0
-        layers = range(config.num_hidden_layers)
-        self.model = nn.ModuleDict({
-            "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config, layer) for layer in layers),
-            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
-        })
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias)
+        self.register_parameter("lora_A", None)  # R inputs
+        self.register_parameter("lora_B", None)  # outputs R
+        self.adapter_on = True
+        self.scale = 0.0
 
-        for weight in self.parameters():
-            if weight.dim() == 2 and not weight.is_meta:  # 0.02 at Qwen3-4B's hidden size
-                nn.init.normal_(weight, std=config.hidden_size ** -0.5)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model["embed_tokens"].weight
-
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
-               attend: Callable | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, D) final states.
-
-        Positions count from 0 in each row unless they are given. `attend(layer, q, k, v)`
-        replaces causal attention: q and its result (B, H, T, E), k and v (B, K, T, E)."""
-        if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        x = self.model["embed_tokens"](ids_BT)  # B T D
-        rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for block in self.model["layers"]:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, attend, use_reentrant=False)  # B T D
-            else:
-                x = block(x, rope, attend)  # B T D
-        return self.model["norm"](x)  # B T D
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T, V) logits."""
-        return self.lm_head(self.hidden(ids_BT))
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    # --- log-probabilities ----------------------------------------------------------------
-
-    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor,
-                 lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy (nats) of tokens where mask is 1, given those before:
-        two float32 tensors (N,) in the order of the rows; entropy has no gradient.
-
-        With `lengths`, B is 1 and T holds rows of these lengths one after another, each of
-        which sees only itself; what they begin with in common is computed once. The mask of
-        a row's first token has to be 0."""
-        wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
-        if lengths is None:
-            x_ND = self.hidden(ids_BT)[:, :-1][wanted]
-        else:
-            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
-            ids_BC = ids_BT[:, rows.computed]
-            x_BCD = self.hidden(ids_BC, rows.positions[None], rows.attend)
-            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])
-        target_N = ids_BT[:, 1:][wanted]
-        chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
-        return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
-
-    # --- LoRA -----------------------------------------------------------------------------
-
-    def adapted(self) -> list[tuple[str, Linear]]:
-        """(name, layer) of the linear layers that adapters go on: all but the head."""
-        return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
-
-    def adapters(self) -> dict[str, Tensor]:
-        return {name: w for name, w in self.named_parameters() if "lora_" in name}
-
-    def weights(self) -> dict[str, Tensor]:
-        """All but the adapters. Of two tied weights only embed_tokens is there."""
-        return {name: w for name, w in self.named_parameters() if "lora_" not in name}
-
-    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
-        """Freeze all weights and add float32 adapters, which change nothing as yet."""
-        generator = torch.Generator().manual_seed(seed)
-        self.requires_grad_(False)
-        self.rank, self.alpha = rank, alpha
-        for _, layer in self.adapted():
-            bound = layer.in_features ** -0.5
-            A = torch.empty(rank, layer.in_features)
-            A.uniform_(-bound, bound, generator=generator)
-            # On meta weights have no values, but adapters do: from_pretrained moves them.
-            device = "cpu" if layer.weight.is_meta else layer.weight.device
-            B = torch.zeros(layer.out_features, rank, device=device)
-            layer.lora_A, layer.lora_B = nn.Parameter(A.to(device)), nn.Parameter(B)
-            layer.scale = alpha / rank
-        return self
-
-    @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """The weights that LoRA started from: a KL term's reference, at no memory."""
-        for _, layer in self.adapted():
-            layer.adapter_on = False
-        try:
-            yield
-        finally:
-            for _, layer in self.adapted():
-                layer.adapter_on = True
-
-    @torch.no_grad()
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight) of a plain model that computes the same, in its order.
-
-        An adapted weight is a new float32 tensor, made when its turn comes; the others are
-        this model's own. Of a sharded model all are new, and all ranks have to iterate."""
-        layers = {f"{name}.weight": layer for name, layer in self.adapted() if self.rank}
-        for name, weight in self.weights().items():
-            weight = full_tensor(weight.detach())
-            layer = layers.get(name)
-            if layer is not None:
-                product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
-                weight = weight.float() + layer.scale * product
-            yield name, weight
-
-    def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
-        """A frozen plain model that computes the same, in new memory and in `dtype`."""
-        with torch.device("meta"):
-            copy = Qwen3(self.config)
-        dtype = dtype or self.lm_head.weight.dtype
-        copy._fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
-        return copy.requires_grad_(False)
-
-    def save_adapter(self, path: str, base: str, write: bool = True) -> None:
-        """Write PEFT's files; `base` is the directory of the frozen weights. All ranks of a
-        sharded model have to call this, one of them with `write`."""
-        tensors = {name: full_tensor(w.detach()) for name, w in self.adapters().items()}
-        if write:
-            hf.write_adapter(path, tensors, self.rank, self.alpha, base)
-
-    @torch.no_grad()
-    def load_adapter(self, path: str) -> None:
-        """Fill adapters of the same rank from files. Raises like from_pretrained."""
-        places = self.adapters()
-        for name, tensor in hf.read_adapter(path, places):
-            place = places[name]
-            place.copy_(local_share(tensor.to(place.device), place))
-
-    # --- checkpoints ----------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
-                        device: str = "cpu",
-                        prepare: Callable = lambda model: None) -> "Qwen3":
-        """From a directory in the Hugging Face layout, one file or several with an index.
-
-        Each tensor goes from its file to its place in `dtype` on `device`, one by one.
-        Before, `prepare(model)` may add adapters and shard: a rank keeps its share only.
-        Raises FileNotFoundError, or ValueError with a line that names files and tensors."""
-        config = Qwen3Config.read(os.path.join(path, hf.CONFIG))
-        with torch.device("meta"):  # no memory, no initialisation: every weight is replaced
-            model = cls(config)
-        prepare(model)
-        weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
-        places = model.weights()
-        for name, tensor in hf.read_weights(path, places):
-            # A copy, not the mapped file: replacing a file must not change the weights.
-            tensor = tensor.to(dtype=dtype, device=device, copy=True)
-            weights[name] = local_share(tensor, places[name])
-        model._fill(weights)
-        return model
-
-    def _fill(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict(weights, strict=False, assign=True)
-        if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
-            self.lm_head.weight = self.model["embed_tokens"].weight
-
-    def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and the weights, adapters merged. One rank of a sharded model
-        calls this while the others iterate over `merged`."""
-        dtype = dtype or self.lm_head.weight.dtype
-        merged = self.merged()
-        try:
-            hf.write_weights(path, merged, dtype)
-            write_json(os.path.join(path, hf.CONFIG), self.config.to_json(dtype))
-        finally:
-            deque(merged, 0)  # the other ranks wait for the rest, also if the disk is full
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)  # B T outputs
+        if self.lora_A is None or not self.adapter_on:
+            return y
+        low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
+        return y + F.linear(low, self.lora_B.to(x.dtype))  # B T outputs

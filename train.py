@@ -43,7 +43,7 @@ from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import Limits, REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, packing, parallel, plan, settings
+from runtime import checkpoint, handed_in, hf, packing, parallel, plan, settings
 from runtime.device import DEVICE, TYPES, give_back_memory
 from runtime.files import readable
 from runtime.flags import parse
@@ -405,7 +405,7 @@ def load(start: Start, config: Config, memory: Plan,
     optimizer = AdamW(
         trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if start.adapter:
-        model.load_adapter(start.adapter)
+        hf.load_adapter(model, start.adapter)
     if start.optimizer:
         checkpoint.load_optimizer(model, optimizer, start.optimizer)
     return model, optimizer

@@ -23,6 +23,7 @@ import torch
 
 import grpo
 from model import Qwen3, Qwen3Config
+from runtime import hf
 from runtime.packing import collate, micro_batches
 from sampler import Sampler
 
@@ -38,7 +39,7 @@ def in_transformers(model: Qwen3) -> torch.nn.Module:
     """The same weights there."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = model.config.to_json(torch.float32)
+    raw = hf.config_json(model.config, torch.float32)
     theirs = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(raw.pop("model_type"), **raw), attn_implementation="sdpa")
     theirs.load_state_dict(model.state_dict())
@@ -214,7 +215,7 @@ def optimizer_step(model, optimizer) -> None:
 
 def update(model, optimizer, rows: list[grpo.Row], max_tokens: int) -> None:
     for rows_of_pack in micro_batches(rows, max_tokens):
-        pack = collate(rows_of_pack, model.device)
+        pack = collate(rows_of_pack, model.lm_head.weight.device)
         logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
         grpo.policy_loss(logprobs, entropies, pack, grpo.GRPOConfig())[0].backward()
     optimizer_step(model, optimizer)

@@ -45,7 +45,7 @@ def agreement(add: Callable, config: Qwen3Config = QWEN3_4B, prompts: int = 40) 
     rows = [Row(row + list(done.ids), [0] * len(row) + [1] * len(done.ids),
                 [0.0] * len(row) + list(done.logprobs), [1.0] * len(done.ids), 1.0)
             for row, done in zip(contexts, generate(sampler, contexts, 128))]
-    pack = collate(rows, model.device)
+    pack = collate(rows, DEVICE)
     with torch.inference_mode():
         logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
     add("logprob_gap", (logprobs - pack["sampler"]).abs().mean().item())

@@ -116,7 +116,7 @@ def main() -> None:
     tensors = weights(reader)
     hf.write_weights(path, tensors.items(), torch.float16)
     tokenizer({name: part.contents() for name, part in reader.fields.items()}).save(path)
-    write_json(os.path.join(path, hf.CONFIG), SHAPE.to_json(torch.float16))
+    write_json(os.path.join(path, hf.CONFIG), hf.config_json(SHAPE, torch.float16))
     TREES.save(os.path.join(path, "rlm.json"))
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"{path}: SmolLM2-135M-Instruct, {count:,} parameters in float16")

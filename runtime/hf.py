@@ -1,11 +1,11 @@
 """Checkpoints in the Hugging Face layout: config.json, safetensors files, PEFT's adapters.
 
-This file knows names, shapes and files; model.py brings the tensors and takes them back.
-What does not fit is refused with one line that names the file and what is wrong in it, as
-are quantised files. Left out: any format but safetensors.
+What does not fit is refused with one line that names the file and what is wrong in it.
+Left out: any format but safetensors, and quantised weights.
 """
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.files import read_json, write_json
+from runtime.parallel import full_tensor, local_share
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -26,7 +27,6 @@ FAMILIES = {  # model_type -> its class in transformers
     "qwen3": "Qwen3ForCausalLM",
 }
 ONLY = {  # what the decoder does in one way
-    "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_bias": False,  # qwen2's biases on q, k and v have no field
     "mlp_bias": False,
@@ -66,12 +66,11 @@ def read_config(path: str) -> dict[str, Any]:
     return raw
 
 
-def config_json(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json holds: `fields`, and the constants that other readers ask for."""
+def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json holds: model.py's config, and `dtype` of the weights beside it."""
     return {
-        "architectures": [FAMILIES[fields["model_type"]]],
-        **fields,
-        "hidden_act": "silu",
+        "architectures": [FAMILIES[config.model_type]],
+        **asdict(config),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -92,39 +91,43 @@ def read_weights(path: str, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Te
 
 def write_weights(path: str, tensors: Iterable[tuple[str, Tensor]],
                   dtype: torch.dtype) -> None:
-    """Write one file, model.safetensors."""
-    os.makedirs(path, exist_ok=True)
+    """Write one file, model.safetensors, after the last tensor was iterated over."""
     stored = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
+    os.makedirs(path, exist_ok=True)
     save_file(stored, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
 
 
 # --- adapters -----------------------------------------------------------------------------
 # What we call NAME.lora_A, PEFT calls base_model.model.NAME.lora_A.weight.
 
-def read_adapter(path: str,
-                 wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of each of the `wanted` adapters. Raises like read_weights."""
-    names = {f"base_model.model.{name}.weight": name for name in wanted}
-    places = {theirs: wanted[name] for theirs, name in names.items()}
-    for theirs, tensor in read_tensors([os.path.join(path, ADAPTER)], places):
-        yield names[theirs], tensor
-
-
-def write_adapter(path: str, tensors: dict[str, Tensor], rank: int, alpha: float,
-                  base: str) -> None:
-    """`tensors` go by our names; `base` is the directory of the frozen weights."""
+def save_adapter(model, path: str, base: str, write: bool = True) -> None:
+    """Write PEFT's files; `base` is the directory of the frozen weights. With sharded
+    weights all ranks call this, one of them with `write`."""
+    tensors = {f"base_model.model.{name}.weight": full_tensor(weight.detach())
+               for name, weight in model.adapters().items()}
+    if not write:
+        return
     os.makedirs(path, exist_ok=True)
-    theirs = {f"base_model.model.{name}.weight": tensor.cpu().contiguous()
-              for name, tensor in tensors.items()}
-    save_file(theirs, os.path.join(path, ADAPTER), metadata={"format": "pt"})
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, os.path.join(path, ADAPTER), metadata={"format": "pt"})
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
+        "r": model.rank,
+        "lora_alpha": model.alpha,
         "target_modules": list(ADAPTED),
     })
+
+
+@torch.no_grad()
+def load_adapter(model, path: str) -> None:
+    """Fill the model's adapters, of the same rank, from files. Raises like read_weights."""
+    places = {f"base_model.model.{name}.weight": weight
+              for name, weight in model.adapters().items()}
+    for name, tensor in read_tensors([os.path.join(path, ADAPTER)], places):
+        place = places[name]
+        place.copy_(local_share(tensor.to(place.device), place))
 
 
 # --- safetensors files --------------------------------------------------------------------

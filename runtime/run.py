@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from runtime import checkpoint, metrics, report
+from runtime import checkpoint, hf, metrics, report
 from runtime.device import TYPES
 from runtime.files import read_json, write_json, write_text
 from runtime.parallel import World
@@ -240,7 +240,7 @@ class Run:
             deque(model.merged(), maxlen=0)
         if adapter and model.rank:
             base = self.frozen(self.state)
-            model.save_adapter(os.path.join(aside, "adapter"), base, first)
+            hf.save_adapter(model, os.path.join(aside, "adapter"), base, first)
 
     def finish(self) -> None:
         """The last report, and OUT/result.json: the scores, and their flags."""

@@ -11,7 +11,7 @@ from test_model import TIED_AND_UNTIED, build, distance, masked, some_ids
 
 import train
 from model import Qwen3
-from runtime import checkpoint, device
+from runtime import checkpoint, device, hf
 from runtime.hf import ADAPTED
 
 RANKS = [1, 16]
@@ -114,9 +114,9 @@ def test_merging_happens_in_float32():
 # --- files --------------------------------------------------------------------------------
 
 def test_adapters_of_another_shape_are_refused(tmp_path):
-    adapted(2).save_adapter(tmp_path, "base")
+    hf.save_adapter(adapted(2), tmp_path, "base")
     with pytest.raises(ValueError, match="lora_A.weight has shape"):
-        build().add_lora(3, 32.0).load_adapter(tmp_path)
+        hf.load_adapter(build().add_lora(3, 32.0), tmp_path)
 
 
 @pytest.mark.parametrize("rank, shape", [*zip(RANKS, TIED_AND_UNTIED)])
@@ -125,7 +125,7 @@ def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = adapted(rank, shape=shape)
     build(shape).save_pretrained(tmp_path / "base")
-    model.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    hf.save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
     base = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "base",
                                                          torch_dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -133,7 +133,7 @@ def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
         assert distance(theirs(some_ids(model)).logits, logits(model)) < 1e-5
     theirs.save_pretrained(tmp_path / "again")
     back = build(shape).add_lora(rank, 32.0)
-    back.load_adapter(tmp_path / "again")
+    hf.load_adapter(back, tmp_path / "again")
     assert torch.equal(logits(back), logits(model))
 
 
@@ -166,7 +166,7 @@ def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
         assert torch.equal(warm[name], start[name]) == (not moves)
         assert torch.equal(final[name], warm[name]) or moves
     model = Qwen3.from_pretrained(finished / "warmup").add_lora(1, 32.0)
-    model.load_adapter(finished / "final" / "adapter")
+    hf.load_adapter(model, finished / "final" / "adapter")
     for name, weight in model.merged():
         torch.testing.assert_close(final[name], weight, rtol=1e-6, atol=1e-7)
     adapter = finished / "final" / "adapter"
@@ -182,7 +182,7 @@ def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
     ("float16", True, "bfloat16"), ("bfloat16", False, "float32")])
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_checkpoint_has_16_bits(
         stored, fast, want, tmp_path, monkeypatch):
-    raw = build().config.to_json(getattr(torch, stored))
+    raw = hf.config_json(build().config, getattr(torch, stored))
     (tmp_path / "config.json").write_text(json.dumps(raw))
     monkeypatch.setattr(device, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast},
