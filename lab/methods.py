@@ -19,7 +19,6 @@ from rlm import RLMConfig
 from tasks import Task, notes
 from tree import Node, Turn
 
-
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
           "answers: one a line, word for word as in the text.")
 NOTES = ("You read a long text part by part and carry notes. Write the new notes: all that "
@@ -31,7 +30,7 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> Node:
     """The root of a baseline's tree."""
     query, reader = task.query, Reader(policy, tokenizer, config, key)
-    if task.kind == "notes":  # the strategy names the kinds, the question does not
+    if task.kind == "notes":  # its question does not name the kinds
         query += f" One a line, as Kelso 3: foods. Of: {', '.join(notes.WORDS)}."
     root = await BASELINES[name](query, flat(task.context), reader)
     if task.kind == "notes":
@@ -120,10 +119,8 @@ class Reader:
     """Plain completions, each within the window."""
 
     def __init__(self, policy, tokenizer, config: RLMConfig, key: tuple):
-        self.policy, self.tokenizer = policy, tokenizer
-        self.config, self.key = config, key
-        # The system prompts. A small window would be full of the long ones.
-        brief = config.style == "brief"
+        self.policy, self.tokenizer, self.config, self.key = policy, tokenizer, config, key
+        brief = config.style == "brief"  # a small window has no room for instructions
         self.answer = rlm.LEAF if brief else READER
         self.notes = "Notes." if brief else NOTES.format(tokens=config.turn_tokens)
 

@@ -178,7 +178,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
         p for c in completions for p in c.logprobs]
 
 
-# --- parsing and executing ------------------------------------------------------------------
+# --- parsing and executing ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, blocks", [
