@@ -435,7 +435,7 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
     system = BRIEF
     if config.style != "brief":
         calls, delegate, strategy = "", "", ""
-        if config.max_nodes > 1:  # otherwise there is nobody to call
+        if config.max_nodes > 1:  # otherwise there are no children
             child = CHILD if node.depth < config.max_depth else READER
             calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
             delegate, strategy = "delegate, ", getattr(kind, "STRATEGY", "")
