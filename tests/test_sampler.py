@@ -424,7 +424,6 @@ def test_a_sampler_may_share_the_weights_and_then_takes_no_others():
 @pytest.mark.parametrize("pool, ids, max_tokens, message", [
     (4096, [], 5, "at least one"),
     (4096, [1], 0, "at least one"),
-    (4096, [VOCAB], 5, "vocabulary"),
     (4096, [1] * WINDOW, 5, f"window of {WINDOW}"),
     (24, [1] * 24, 1, "window of 24")])
 def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
@@ -440,26 +439,20 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
     asyncio.run(main())
 
 
-def test_logits_that_are_not_finite_fail_their_request_alone():
-    """Prompts with a token whose embedding is NaN, among good ones, in any order."""
-    poison, sick, rng = 11, build(tied=False), random.Random(0)
+def test_after_logits_that_are_not_finite_the_sampler_works_again():
+    """Their keys and values do not reach the next requests through the pool."""
+    poison, sick = 11, build(tied=False)
     with torch.no_grad():
         sick.model["embed_tokens"].weight[poison] = float("nan")
-    good = [[i for i in prompt(rng, 1, 14) if i != poison] or [1] for _ in range(8)]
-    bad = [row + [poison] + prompt(rng, 0, 20) for row in good]
-    rows = good + bad
-    rng.shuffle(rows)
 
     async def main():
         sampler = make(sick, batch=4)
-        return await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
-
-    for row, got in zip(rows, asyncio.run(main())):
-        want, logprobs = naive_greedy(sick, row, 4)
-        if poison in row or poison in want[:-1]:  # it may have chosen the token itself
-            assert isinstance(got, SamplerError) and "finite" in str(got)
-        else:
-            assert got.ids == want and close(got.logprobs, logprobs)
+        for _ in range(3):
+            bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, temperature=0))
+            assert isinstance(bad, SamplerError) and "finite" in str(bad)
+            good = await sampler.generate([1, 2], 4, temperature=0)
+            assert good.ids == naive_greedy(sick, [1, 2], 4)[0]
+    asyncio.run(main())
 
 
 def test_after_an_exception_in_the_model_the_sampler_works_again(monkeypatch):
