@@ -1,7 +1,7 @@
 """The Python REPL that a model's code runs in. Each REPL is a separate process.
 
     async with REPL(context, tools="", limits=Limits(seconds=60)) as repl:
-        result = await repl.execute("print(1); FINAL(context[:5])", on_query=None)
+        result = await repl.execute("print(1); FINAL(context[:5])")
         result.stdout, result.error, result.final, result.done, result.died
 
 The client (the trainer, for example) holds `REPL` objects and starts one server, a small
@@ -49,9 +49,8 @@ async def no_model(kind: str, prompts: list, contexts: Any) -> list:
 class REPL:
     """A Python namespace in a separate process, which starts with the first block.
 
-    `context` is any JSON value. `tools` is Python source that runs first: what it defines
-    belongs to the builtins. The client has one server with one `limits.sandbox`: a REPL
-    with another one ends the REPLs that are open.
+    `context` is any JSON value. `tools` is Python source that runs first; its names become
+    builtins. All open REPLs have the same `limits.sandbox`: another one ends them.
     """
 
     def __init__(self, context: Any, tools: str = "", limits: Limits = Limits()):
@@ -314,8 +313,7 @@ class Builtins:
         raise Final
 
     def FINAL_VAR(self, name: Any) -> None:
-        """End with the value of the variable called `name` as the answer. A value that is
-        no variable's name is the answer itself."""
+        """End with the variable called `name` as the answer, or else with `name` itself."""
         variables = self.worker.namespace
         if not isinstance(name, str):
             self.FINAL(name)
@@ -353,11 +351,8 @@ class Builtins:
         contexts = None if context is None else [context]
         return self.worker.query("rlm", [prompt], contexts)[0]
 
-    def rlm_query_batched(self, prompts: list | str, contexts: list | None = None,
-                          context_list: list | None = None) -> list:
-        """Start many children; one string for `prompts` is used for every context.
-        `context_list` is another name for `contexts`, which published prompts use."""
-        contexts = context_list if contexts is None else contexts
+    def rlm_query_batched(self, prompts: list | str, contexts: list | None = None) -> list:
+        """Start many children; one string for `prompts` is used for every context."""
         if isinstance(contexts, (str, bytes, dict)):
             raise TypeError("contexts must be a list with one context per prompt")
         contexts = None if contexts is None else list(contexts)

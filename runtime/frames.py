@@ -45,8 +45,7 @@ def frame(kind: bytes, message: Any, largest_mb: int) -> bytes:
     """A message in bytes. Raises ValueError if it is too large."""
     payload = json.dumps(message).encode()  # ASCII, so that lone surrogates travel
     if len(payload) > largest_mb << 20:
-        size = len(payload) >> 20
-        raise ValueError(f"{size} MB in one message, the limit is {largest_mb}")
+        raise ValueError(f"a message of {len(payload)} bytes, the limit is {largest_mb} MB")
     return HEADER.pack(len(payload), kind) + payload
 
 

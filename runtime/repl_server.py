@@ -40,10 +40,8 @@ class REPLError(RuntimeError):
 
 
 def trees_at_once(nodes: int) -> int:
-    """How many trees of at most `nodes` nodes the limit of open files allows at once.
-
-    A REPL takes two descriptors in the server; 256 are left for other uses. A parent keeps
-    its REPL while it waits, so trees are counted: every tree that begins can end."""
+    """How many trees of at most `nodes` nodes the limit of open files allows at once: a
+    REPL takes two descriptors in the server, and a parent keeps its REPL while it waits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
     return max(1, (min(DESCRIPTORS, hard) - 256) // 2 // nodes)
 
