@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from runtime.frames import frame, take_frame
 from runtime.sandbox import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
@@ -43,7 +42,7 @@ def trees_at_once(nodes: int) -> int:
     """How many trees of at most `nodes` nodes the limit of open files allows at once: a
     REPL takes two descriptors in the server, and a parent keeps its REPL while it waits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
-    return max(1, (min(DESCRIPTORS, hard) - 256) // 2 // nodes)
+    return max(1, (min(DESCRIPTORS, hard) - 256) // 2 // nodes)  # 256 for other files
 
 
 class Handle:
@@ -73,20 +72,18 @@ class Handle:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )
 
-    def send(self, sock: socket.socket, limits: Limits) -> None:
-        request = json.dumps(asdict(limits)).encode()
-        socket.send_fds(self.control, [request], [sock.fileno()])
-
     @classmethod
     def request(cls, sock: socket.socket, limits: Limits, program: str) -> None:
         """Hand `sock` to the server, which gives it a worker. `program` is the Python of
         the server; a dead server is replaced. Raises OSError."""
-        if cls.current and cls.current.sandbox == limits.sandbox:
-            with contextlib.suppress(OSError):
-                return cls.current.send(sock, limits)
-        cls.stop()
-        cls.current = cls(limits.sandbox, program)
-        cls.current.send(sock, limits)
+        current = cls.current
+        if current and (current.process.poll() is not None or
+                        current.sandbox != limits.sandbox):
+            cls.stop()
+        if cls.current is None:
+            cls.current = cls(limits.sandbox, program)
+        request = json.dumps(asdict(limits)).encode()
+        socket.send_fds(cls.current.control, [request], [sock.fileno()])
 
     @classmethod
     def stop(cls) -> None:
@@ -106,7 +103,7 @@ atexit.register(Handle.stop)
 class Channel:
     """A non-blocking socket of the server, and what it could not send yet."""
 
-    def __init__(self, selector: Any, sock: socket.socket, handler: Callable, slot: Slot):
+    def __init__(self, selector, sock: socket.socket, handler: Callable, slot: Slot):
         sock.setblocking(False)
         self.selector, self.sock, self.handler, self.slot = selector, sock, handler, slot
         self.outbox = bytearray()
@@ -337,7 +334,8 @@ def main(worker: type) -> None:
             sys.exit(1)
     chosen.enter()
     server = Server(socket.socket(fileno=control), chosen, base, worker)
-    chosen.build(base)
+    if chosen.namespaces:
+        chosen.build(base)
     gc.collect()
     gc.freeze()  # later collections do not touch the pages that the workers share
     server.loop()

@@ -92,8 +92,6 @@ class Sandbox:
 
     def build(self, base: str) -> None:
         """In the server: change to a new root. Workers will see its `/jail`."""
-        if not self.namespaces:
-            return
         self.processes = os.open("/proc/self/ns/pid", os.O_RDONLY)
         call("unshare", NEW_FS | NEW_NET | NEW_UTS)
         socket.sethostname("repl")
@@ -228,8 +226,7 @@ def choose(sandbox: str, base: str) -> tuple[Sandbox, str]:
         kinds.insert(0, Sandbox(True, user=USER + os.getpid() % 4000 * REPLS))
     problems = []
     for kind in kinds if sandbox != "off" else []:
-        problem = kind.fails(base)
-        if not problem:
+        if not (problem := kind.fails(base)):
             return kind, ""
         problems.append(problem)
     return Sandbox(False), "; ".join(problems)

@@ -38,8 +38,7 @@ def search(text, keyword, window=300, bidirectional=True):
         return {i: passages for i, passages in found.items() if passages}
     if not keyword:
         return []
-    ends = [m.end() for m in re.finditer(r"[.!?]\s+|\n+", text)]
-    stops = [0, *ends, len(text)]
+    stops = [0, *(m.end() for m in re.finditer(r"[.!?]\s+|\n+", text)), len(text)]
     passages, end = [], -1
 
     for match in re.finditer(re.escape(keyword), text, re.IGNORECASE):
