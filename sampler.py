@@ -120,6 +120,8 @@ class Sampler:
         sampling. Raises SamplerError."""
         if not ids or max_tokens < 1:
             raise SamplerError("a request needs at least one token and one to sample")
+        if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
+            raise SamplerError("ids outside the model's vocabulary")
         limit = min(self.window, self.pages.count * self.pages.size)
         room = limit - len(ids)
         if room < 1:

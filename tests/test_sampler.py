@@ -293,14 +293,15 @@ def test_on_pages_of_any_size_every_position_is_computed_once(attention, page):
         for turn in range(turns):
             got = await sampler.generate(row, 4, key=(key, turn))
             rows.append(row + list(got.ids)[:-1])
-            row = row + list(got.ids) + [turn, key]
+            row = row + list(got.ids) + [turn, key % VOCAB]
             if turn == 0:
-                await gather(*(node(sampler, [9] * 10, 2, 10 * key + i)
-                               for i in range(children)))
+                await asyncio.gather(*(node(sampler, [9] * 10, 2, 10 * key + i)
+                                       for i in range(children)))
 
     async def main():
         sampler = make(page=page, batch=32)
-        await gather(*(node(sampler, [8] * 13, 3, i, children=2) for i in range(1, 4)))
+        await asyncio.gather(*(node(sampler, [8] * 13, 3, i, children=2)
+                               for i in range(1, 4)))
         return sampler.stats["computed"]
 
     rows = []
@@ -424,6 +425,7 @@ def test_a_sampler_may_share_the_weights_and_then_takes_no_others():
 @pytest.mark.parametrize("pool, ids, max_tokens, message", [
     (4096, [], 5, "at least one"),
     (4096, [1], 0, "at least one"),
+    (4096, [VOCAB], 5, "vocabulary"),
     (4096, [1] * WINDOW, 5, f"window of {WINDOW}"),
     (24, [1] * 24, 1, "window of 24")])
 def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
