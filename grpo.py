@@ -175,20 +175,20 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
     old_N = pack.get("old", logprobs_N).detach()
 
     log_ratio_N = logprobs_N - old_N
-    ratio_N = log_ratio_N.exp()
+    ratio_N = log_ratio_N.exp()  # rho_t
     clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     surrogate_N = torch.minimum(ratio_N * A_N, clipped_N * A_N)
 
     gap_N = old_N - pack["sampler"]
-    trust_N = gap_N.exp().clamp(max=TRUST_MAX)
+    trust_N = gap_N.exp().clamp(max=TRUST_MAX)  # w_t
     objective_N = trust_N * surrogate_N
 
     reference_kl_N = torch.zeros_like(old_N)
     if config.kl:
         distance_N = pack["reference"] - logprobs_N
-        reference_kl_N = distance_N.exp() - distance_N - 1  # k3 >= 0 (Schulman, 2020)
+        reference_kl_N = distance_N.exp() - distance_N - 1  # k3_t (Schulman, 2020)
         objective_N = objective_N - config.kl * reference_kl_N
-    loss = -(pack["weights"] * objective_N).sum()
+    loss = -(pack["weights"] * objective_N).sum()  # weights: c, 1/k and the mean
 
     watched = {
         "ratio": ratio_N, "clipped": (ratio_N * A_N > clipped_N * A_N).to(old_N),

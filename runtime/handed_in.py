@@ -22,8 +22,8 @@ def is_path(spec: str) -> bool:
 
 
 def load_file(path: str) -> ModuleType:
-    """Run a Python file as a module of its own, once. Raises ValueError if it is not there,
-    and whatever the file raises."""
+    """Import a Python file, once. Raises ValueError if there is none, and whatever the file
+    raises."""
     file = os.path.realpath(path)
     if not os.path.isfile(file):
         raise ValueError(f"{path}: no such file")
@@ -45,8 +45,8 @@ def load(spec: str, default: str) -> Callable:
 
 
 def is_theirs(error: BaseException) -> bool:
-    """Whether it is a mistake in a handed-in file: raised there, or in what it calls. Then
-    it ends the run, and one line would not say where the mistake is."""
+    """Whether the error was raised in a handed-in file, or in what the file calls. Then a
+    traceback says where the mistake is."""
     if isinstance(error, Unscored):
         return False
     frames = traceback.walk_tb(error.__traceback__)

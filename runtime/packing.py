@@ -1,5 +1,8 @@
-"""Rows in packs that a forward pass computes together, a rank as much as another. What rows
-begin with in common is computed once. A row is any object with `ids`, its tokens."""
+"""Packing: which rows one forward pass computes together, and on which rank.
+
+All ranks get work of similar cost. Rows that begin with the same tokens share a pack, as
+the model computes a common prefix once. A row is any object with `ids`, its tokens.
+"""
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,11 +15,11 @@ WORTH_SHARING = 0.02  # of a row: less is not worth a gather of its keys and val
 
 
 def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
-    """(order, shared): the rows' indices, so that rows that begin alike are neighbours, and
-    how many first tokens each shares with its neighbour before, or 0 if they are few.
+    """(order, shared): the indices of the rows in the order of their tokens, and how many
+    first tokens each row shares with the row before it; 0 if they are few.
 
-    The order is that of the tokens themselves, in which no other row before shares more.
-    So the sum of `len(row) - shared` counts each distinct prefix once, but for those."""
+    In this order no earlier row shares more. So the sum of `len(row) - shared` counts each
+    prefix once, except short ones."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     arrays = [np.asarray(rows[i]) for i in order]
     shared = [common(before, row) for before, row in pairwise(arrays)]
@@ -26,7 +29,7 @@ def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first tokens are the same."""
+    """The length of the common prefix."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
@@ -82,12 +85,13 @@ def families(rows: list, limit: float, attention_cost: float,
 
 def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
                   seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
-    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. If
-    rows share, each token that they see counts as seen_cost more.
+    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. Where
+    rows share a prefix, each token that they see adds seen_cost to the size.
 
-    A longer row is a pack of its own. Every rank gets the same number of packs, some empty
-    if rows are few. A token in a row of T tokens costs 1 + attention_cost * T in time. All
-    ranks always work on packs of similar cost, so that none waits long for another."""
+    A row that is longer than max_tokens is a pack by itself. Every rank gets the same
+    number of packs; some are empty if rows are few. A token in a row of T tokens takes the
+    time 1 + attention_cost * T. At any moment all ranks work on packs of similar cost, so
+    that no rank waits long for another."""
     def size(pack: list[Family]) -> float:
         return sum(family.size for family in pack)
 
