@@ -10,9 +10,9 @@ or a server lost are counted apart and stay out of the means. With --out FILE th
 command, started again, asks only what the file lacks. Left out: several answers per
 question (pass@k), and intervals over training runs (lab/ablation.py).
 
-Tried: a bootstrap alone, which was sure of the mean of four equal scores; now `interval`
-widens it. Questions of a single length, whose scores were luck (docs/results.md); now the
-lengths of a task differ. All but the last section is a library that train.py uses too.
+Tried: a bootstrap alone, which is certain of four equal scores, so `interval` widens it;
+questions of one length, whose scores were luck, so lengths differ (docs/results.md).
+All but the last section is a library that train.py uses too.
 """
 import argparse
 import asyncio

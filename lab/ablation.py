@@ -1,13 +1,13 @@
 """A set of configurations over seeds: `python -m lab.ablation SET --out DIR`.
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
-same number of tokens, unless nothing is left to learn from; only the flags of their row
-differ. One without children has a warm-up of its own, whose scripts call nobody. Each is a
-run of train.py in its own directory under DIR. What was interrupted is continued, what is
-finished is not run again. At last DIR/SET.json has all results, and a table is printed.
+same number of tokens, unless nothing is left to learn from. Only the flags of their row
+differ. A configuration without children starts from another warm-up, whose scripts call
+nobody. Each run of train.py has its own directory under DIR. The same command continues
+what was interrupted. DIR/SET.json gets all results, and a table is printed.
 
-The difference to the set's first configuration is paired by seed; its interval is
-Student's at 95 %. Left out: a search for the best value.
+The difference to the set's first configuration is paired by seed, with Student's interval
+at 95 %. Left out: a search for the best value.
 """
 import argparse
 import json

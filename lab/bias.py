@@ -1,11 +1,10 @@
 """How far the expected gradient of an objective is from the true one: `python -m lab.bias`.
 
-A policy over trees that is small enough to enumerate. The root answers at once (token 0),
-asks one child (1), or asks two and adds a token of its own (2, then 3 or 4); a child says 5
-or 6. That makes eleven trees and seven logits. The true gradient is that of the expected
-reward. The expected gradient of an objective sums over all groups of G trees, each through
-the rows and the loss of grpo.py at ratio 1. A child's own score is 1 if it says 6. Left
-out: objectives that look at errors.
+The policy has seven logits and eleven possible trees, so all can be enumerated. The root
+answers at once (token 0), asks one child (1), or asks two and says one more token (2, then
+3 or 4). A child says 5 or 6; its own score is 1 for a 6. The true gradient is that of the
+expected reward. The expected gradient of an objective is a sum over all groups of G trees,
+each through the rows and the loss of grpo.py at ratio 1.
 """
 import itertools
 
