@@ -41,7 +41,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -264,8 +264,7 @@ SWITCHES = ("credit", "children", "length", "std")  # those that an objective ma
 
 def check_switches(objective: Callable, config: GRPOConfig) -> None:
     """Raises ValueError for a changed switch that the objective does not read."""
-    ignored = set(SWITCHES) - set(getattr(objective, "reads", ()))
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.name in ignored and value != f.default:
-            raise ValueError(f"{config.objective} does not read --{f.name} {value}")
+    for name in SWITCHES:
+        value, is_read = getattr(config, name), name in getattr(objective, "reads", ())
+        if not is_read and value != getattr(GRPOConfig, name):
+            raise ValueError(f"{config.objective} does not read --{name} {value}")
