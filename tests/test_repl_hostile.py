@@ -279,8 +279,10 @@ PROTOCOL = [
          "protocol", seconds=5),
     case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP,
          "timeout"),
-    forged("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
-           "[struct.pack('!Ic', 0, b'Z')], [0] * 100)"),
+    # The kernel counts descriptors on their way per user, so another suite may be in the way.
+    case("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
+         "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP,
+         "protocol | error Too many references", seconds=5),
     case("close-it", "os.close(fd)", "crash"),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
     case("close-the-standard-ones", "for n in (0, 1, 2): os.close(n)", "prints"),
