@@ -226,8 +226,8 @@ def update(model, optimizer, rows: list[grpo.Row], max_tokens: int) -> None:
 def gpu(samples: dict[str, list[float]]) -> None:
     """All that only a GPU can measure, in less than ten minutes: the parts of lab/gpu.py.
 
-    Each is a process of its own with a time limit. What one measured before it failed is
-    kept, and the others go on."""
+    Each is a separate process with a time limit. If one fails, its samples are kept and the
+    others go on."""
     from lab.gpu import PARTS
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """What `python -m lab.bench gpu` measures: figures that only a GPU can give.
 
-`python -m lab.gpu PART FILE` runs one part, in a process of its own, so that neither its
-memory nor its failure reaches the others, and appends each sample to FILE at once. Weights
+`python -m lab.gpu PART FILE` runs one part in a separate process, so its memory and its
+failure do not reach the others. It appends each sample to FILE at once. Weights
 are random, in bfloat16, of the shape of Qwen3-4B. A part's docstring names its figures.
 """
 import asyncio
@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -90,7 +91,8 @@ def sampling(add: Callable, config: Qwen3Config = QWEN3_4B,
 def update_all(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096,
                rank: int = 0) -> None:
     """Updates of all weights from 16 rows of 4,096 tokens, clipping and AdamW included.
-    Layers are computed again in the backward pass.
+    Layers are computed again in the backward pass. With `rank`, adapters are trained. The
+    names then begin with lora, and lora_mfu counts gradients of all weights.
 
     update_tokens_s: tokens per second.
     update_mfu: operations over 989 TFLOP/s times the seconds: 6 per weight and token (of
@@ -122,11 +124,6 @@ def update_all(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     add(f"{name}_plan_over_peak", planned / peak)
 
 
-def update_lora(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096) -> None:
-    """The same of adapters of rank 16. Their lora_mfu counts gradients of all weights."""
-    update_all(add, config, tokens, rank=16)
-
-
 def generate(sampler: Sampler, rows: list[list[int]], tokens: int) -> list:
     async def gather():
         return await asyncio.gather(*(sampler.generate(row, tokens, key=(i,))
@@ -149,7 +146,7 @@ def random_model(config: Qwen3Config, rank: int = 0, trained: bool = False) -> Q
 
 PARTS = {  # with the seconds after which they are ended, together less than ten minutes
     "agreement": (agreement, 70), "sampling": (sampling, 180),
-    "update_all": (update_all, 110), "update_lora": (update_lora, 80)}
+    "update_all": (update_all, 110), "update_lora": (partial(update_all, rank=16), 80)}
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def weights(reader) -> dict[str, torch.Tensor]:
         values = dequantize(tensor.data, tensor.tensor_type)
         if kind in heads:
             values = in_order(values, heads[kind])
-        values = torch.from_numpy(np.array(values))  # of its own: norms are mapped
+        values = torch.from_numpy(np.array(values))  # a copy: norms are mapped
         found[f"model.{layer}{TENSORS[kind]}.weight"] = values
     return found
 

@@ -1,5 +1,5 @@
-"""Attention over the packed rows of an update: each row sees only itself, and what rows
-begin with in common is computed once. runtime/pages.py has the sampler's.
+"""Attention over the packed rows of an update. Each row sees only itself, and a common
+prefix is computed once. runtime/pages.py has the attention of the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen.
@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.packing import by_prefix
 
 varlen_attn = None
-if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second to load
+if torch.cuda.is_available():  # only there is it used, and it takes a second to load
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
@@ -26,8 +26,8 @@ if torch.cuda.is_available():  # elsewhere it is of no use, and takes a second t
 class PackedRows:
     """Rows of these lengths, one after another in `ids`. Each sees only itself.
 
-    A token has the same hidden state in all rows that are equal up to it. So it is computed
-    in one of them, and the others read its keys and values:
+    A token has the same hidden state in all rows that are equal up to it. It is computed in
+    one of them, and the others read its keys and values:
 
         computed   (C,) which of the T tokens are computed
         positions  (C,) their positions in their rows
@@ -81,8 +81,8 @@ class PackedRows:
 
 
 def lower_right(n: int, all: int, device) -> Tensor:
-    """The mask of a row's last n tokens, each of which sees those up to itself of all. On a
-    GPU it is only a mark for flash attention, on a CPU (n, all) float32."""
+    """The causal mask of a row's last n tokens over all its tokens. On a CPU it is float32
+    (n, all), on a GPU only a mark for flash attention."""
     if torch.device(device).type == "cuda":
         from torch.nn.attention.bias import causal_lower_right  # takes a second to load
 
@@ -92,7 +92,7 @@ def lower_right(n: int, all: int, device) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Rows of x (C, K, E) by index. What many rows give back is summed in float32."""
+    """Rows of x (C, K, E) by index. Their gradients are summed in float32."""
 
     @staticmethod
     def forward(ctx, x, index):

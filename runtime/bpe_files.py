@@ -60,8 +60,7 @@ def read(dir: Path) -> dict[str, Any]:
 
 
 def _read_fast(path: Path) -> tuple[dict, list, str, dict]:
-    """Vocabulary, merges, name of the cut, added tokens by id. What is no byte-level BPE
-    cuts text otherwise, and is refused by that."""
+    """Vocabulary, merges, name of the cut, added tokens by id."""
     data = read_json(path)
     found = data.get("pre_tokenizer") or {}
     steps = [step | OFFSETS for step in found.get("pretokenizers", [found])]

@@ -197,7 +197,7 @@ class GatheredRows:
         return decoding, [pair for pair in step if pair not in decoding]
 
     def _place(self, pairs: list) -> list:
-        """The pairs by row. Who has one of the first rows keeps it."""
+        """The pairs in the order of rows. A request in one of the first rows keeps it."""
         left = {request: (request, n) for request, n in pairs}
         order = [left.pop(request, None) for request, _ in self.held[:len(pairs)]]
         order += [None] * (len(pairs) - len(order))
@@ -222,8 +222,8 @@ class GatheredRows:
 
 
 class FlashPages:
-    """Reads the pages in place, for CUDA: one token of a request with a kernel of our own
-    (runtime/decode.py), several with SDPA.
+    """Reads the pages in place, for CUDA: one token of a request with the kernel in
+    runtime/decode.py, several tokens with SDPA.
 
     A step in which every request has one token is replayed as a CUDA graph for the next
     larger batch size. The largest is captured first, as the others use its memory. The rows
@@ -297,7 +297,7 @@ class FlashPages:
         """One token of each request: (B, V) logits."""
         B = next(size for size in self.sizes if size >= len(step))
         host = self._inputs(step, B)
-        if not self.pool.is_cuda:  # without graphs, so that everything else has its tests
+        if not self.pool.is_cuda:  # in tests, without graphs
             return self._decode_batch(host)[:len(step)]
         graph, inputs, logits_BV = self.graphs[B]
         inputs.copy_(host)

@@ -34,7 +34,7 @@ def test_what_is_compared_on_a_cpu(name, expected, monkeypatch, capsys):
 
 @pytest.mark.parametrize("part, changes", [
     (gpu.agreement, {"prompts": 2}), (gpu.sampling, {"loads": ((2, 30),)}),
-    (gpu.update_lora, {"tokens": 64}), (gpu.update_all, {"tokens": 64})])
+    (gpu.update_all, {"tokens": 64, "rank": 16}), (gpu.update_all, {"tokens": 64})])
 def test_the_parts_for_a_gpu_run_on_a_cpu(part, changes, monkeypatch):
     monkeypatch.setattr(gpu, "REPEATS", 1)
     torch.manual_seed(0)

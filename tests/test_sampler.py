@@ -224,7 +224,7 @@ def test_the_kernel_compiles_for_a_gpu_without_one():
 
 
 def run_with_triton(code, **environment):
-    """In a process of its own: Triton reads its variables once."""
+    """In a separate process: Triton reads its variables once."""
     tests = Path(__file__).parent
     path = f"{tests.parent}{os.pathsep}{tests}"
     subprocess.run([sys.executable, "-c", code], cwd=tests.parent, check=True,
