@@ -279,7 +279,7 @@ PROTOCOL = [
          "protocol", seconds=5),
     case("query-and-no-reading", "send(b'Q', b'[\"llm\", [\"a\"], null]')" + LOOP,
          "timeout"),
-    # The kernel counts descriptors on their way per user, so another suite may be in the way.
+    # The kernel counts descriptors in flight per user: a second suite may use them up.
     case("descriptors-in-a-frame", "socket.send_fds(socket.socket(fileno=os.dup(fd)), "
          "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP,
          "protocol | error Too many references", seconds=5),
