@@ -36,6 +36,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tqdm import tqdm
+
 import tasks
 from repl import REPL, Limits, REPLError
 from runtime import flags, handed_in
@@ -78,6 +80,19 @@ def load_config(model_dir: str, positions: float = math.inf,
     return replace(config, window=min(config.window, positions))
 
 
+# The trees of the tiny model that train.py makes.
+TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
+                     tree_tokens=1500, seconds=60.0, style="brief", scratch=True,
+                     limits=Limits(seconds=5.0, output_chars=200))
+
+
+def tiny_rlm(kind: ModuleType) -> RLMConfig:
+    """TINY_RLM, with the changes that a kind of task makes: its TINY."""
+    changes = dict(getattr(kind, "TINY", {}))
+    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
+    return replace(TINY_RLM, **changes, limits=limits)
+
+
 # ------------------------------------------------------------------------------------------
 # One tree, and many
 
@@ -102,27 +117,29 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
 
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                   key: tuple = (), groups: Sequence[str] = (), at_once: int = 256,
-                  on_done=lambda rollout: None, numbers: Sequence[int] = (),
+                  label: str = "", numbers: Sequence[int] = (),
                   score: Callable = tasks.reward) -> list[Rollout]:
     """One tree with its reward for each question, up to `at_once` side by side, in order.
 
     A tree's key ends with its place in the list, or with its number in `numbers`, where
     this process has only a share of the trees. `groups` names those that are compared with
-    each other; without it they are the questions' ids. `on_done` sees each rollout as it
-    ends. `score` is described at `reward_of`. Raises REPLError if every tree is lost, and
-    what a user's file or a score raises."""
+    each other; without it they are the questions' ids. A `label` shows a progress bar.
+    `score` is described at `reward_of`. Raises REPLError if every tree is lost, and what a
+    user's file or a score raises."""
     gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
 
     async def one(number: int, group: str, task: Task) -> Rollout:
         async with gate:
             done = await scored_rollout(
                 task, policy, tokenizer, config, (*key, number), score, group)
-        on_done(done)
+        bar.update()
         return done
 
     numbers = numbers or range(len(questions))
     groups = groups or [task.id for task in questions]
-    rollouts = await asyncio.gather(*map(one, numbers, groups, questions))
+    hidden = None if label else True  # None: shown in a terminal
+    with tqdm(total=len(questions), desc=label, leave=False, disable=hidden) as bar:
+        rollouts = await asyncio.gather(*map(one, numbers, groups, questions))
     if rollouts and all(rollout.failed for rollout in rollouts):
         raise REPLError(f"every tree was lost: {rollouts[0].failed}")
     return rollouts

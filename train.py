@@ -27,13 +27,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 
 import runtime.threads  # before torch: it says how torch's threads wait
 
 import torch
 from torch.optim import AdamW
-from tqdm import tqdm, trange
+from tqdm import trange
 
 import grpo
 import rlm
@@ -41,7 +40,7 @@ import tasks
 from eval import evaluate, rlm_config_of
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
-from repl import Limits, REPLError
+from repl import REPLError
 from rlm import RLMConfig
 from runtime import checkpoint, handed_in, hf, packing, parallel, plan, settings
 from runtime.device import DEVICE, TYPES, give_back_memory
@@ -67,18 +66,12 @@ class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
           "the objective": GRPOConfig}
 
-# The model that is made without --model, and how its trees may grow. A task can change
-# fields of TINY_RLM: tasks.NAME.TINY.
+# The model that is made without --model; rlm.TINY_RLM says how its trees may grow.
 TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                   num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                   max_position_embeddings=384, rope_theta=1e4)
 TINY_VOCABULARY = 1024
 TOKENIZER_TREES = 192
-TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     tree_tokens=1500, seconds=60.0, style="brief", scratch=True,
-                     limits=Limits(seconds=5.0, output_chars=200))
-
-
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 PATIENCE = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
@@ -229,9 +222,8 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
     """One tree per question, grown by the code that also grows sampled ones, in real
     REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
-    with tqdm(total=len(asked), desc="scripts", leave=False, disable=None) as bar:
-        return asyncio.run(rlm.collect(asked, policy, tokenizer, rlm_config, at_once=32,
-                                       on_done=lambda _: bar.update()))
+    return asyncio.run(rlm.collect(
+        asked, policy, tokenizer, rlm_config, at_once=32, label="scripts"))
 
 
 # ------------------------------------------------------------------------------------------
@@ -296,11 +288,9 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     policy = rlm.local_policy(sampler, run.tokenizer)
     trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
     mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
-    with tqdm(total=len(mine), desc=label, leave=False, disable=None) as bar:
-        rollouts = asyncio.run(grow(
-            [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
-            [trees[n][1] for n in mine], numbers=mine, on_done=lambda _: bar.update(),
-            score=score))
+    rollouts = asyncio.run(grow(
+        [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
+        [trees[n][1] for n in mine], numbers=mine, label=label, score=score))
     # Every rank knows the questions, so only the trees are exchanged.
     share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
     grown = {n: tree for part in run.world.gather(share) for n, tree in part.items()}
@@ -359,13 +349,6 @@ def objective_of(config: Config) -> Callable:
     return objective
 
 
-def tiny_rlm(kind: ModuleType) -> RLMConfig:
-    """How the trees of the tiny model may grow, for this kind of task."""
-    changes = dict(getattr(kind, "TINY", {}))
-    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
-    return replace(TINY_RLM, **changes, limits=limits)
-
-
 def make_tiny(path: str, config: Config, questions: Questions) -> str:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
@@ -374,7 +357,7 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
         asked = [tasks.playable(*each) for each in zip(questions.rows, draws)]
     else:
         asked = [tasks.make(questions.kind, rng) for rng in draws]
-    trees = scripted_trees(asked, None, tiny_rlm(questions.kind), "tokenizer")
+    trees = scripted_trees(asked, None, rlm.tiny_rlm(questions.kind), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -382,7 +365,7 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
     model.save_pretrained(path)
     tokenizer.save(path)
-    tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
+    rlm.tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
     return path
 
 

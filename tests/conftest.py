@@ -53,7 +53,7 @@ def short_run(tmp_path_factory):
     """A finished short run from nothing, of a smaller model: init, warmup, final."""
     import tasks
     import train
-    from rlm import load_config
+    from rlm import load_config, tiny_rlm
 
     out = tmp_path_factory.mktemp("run") / "a"
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def short_run(tmp_path_factory):
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"
         config = load_config(path.parent)
-        assert config == train.tiny_rlm(tasks.load("notes"))
+        assert config == tiny_rlm(tasks.load("notes"))
         # A model that learnt nothing writes until it is stopped. Here that is soon.
         replace(config, turn_tokens=16).save(path)
     return out

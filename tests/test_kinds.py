@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from rlm import RLMConfig, collect, load_config, rollout
+from rlm import RLMConfig, collect, load_config, rollout, tiny_rlm
 from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
 from tasks.evidence import SHORTEST, mark
@@ -334,7 +334,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     limits, where completions read without a mistake."""
     import train
 
-    config = train.tiny_rlm(tasks.load("deep"))
+    config = tiny_rlm(tasks.load("deep"))
     trees = train.scripted_trees(made("deep", 32), None, config, "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]

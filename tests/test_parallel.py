@@ -14,6 +14,7 @@ import torch
 from conftest import FLAT, SHORT, command
 from torch.distributed.tensor import DTensor
 
+import rlm
 import train
 from model import Qwen3, Qwen3Config
 from runtime import checkpoint, packing, plan
@@ -35,7 +36,7 @@ def make_model(path):
     model = Qwen3(Qwen3Config(tokenizer.vocab_size, 32, 48, 2, 4, 2, 8, 384))
     model.save_pretrained(path)
     tokenizer.save(path)
-    train.TINY_RLM.save(f"{path}/rlm.json")
+    rlm.TINY_RLM.save(f"{path}/rlm.json")
 
 
 def trees(step):

@@ -153,7 +153,7 @@ def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     task = tasks.make(tasks.load("notes"), random.Random(0))
-    config = train.tiny_rlm(tasks.load("notes"))
+    config = rlm.tiny_rlm(tasks.load("notes"))
     trees = train.scripted_trees([task] * 8, tokenizer, config, 0)
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
