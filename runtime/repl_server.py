@@ -76,13 +76,13 @@ class Handle:
     def request(cls, sock: socket.socket, limits: Limits, program: str) -> None:
         """Hand `sock` to the server, which gives it a worker. `program` is the Python of
         the server; a dead server is replaced. Raises OSError."""
-        current = cls.current
-        if current and (current.process.poll() is not None or
-                        current.sandbox != limits.sandbox):
-            cls.stop()
-        if cls.current is None:
-            cls.current = cls(limits.sandbox, program)
         request = json.dumps(asdict(limits)).encode()
+        if cls.current and cls.current.sandbox == limits.sandbox:
+            with contextlib.suppress(OSError):
+                socket.send_fds(cls.current.control, [request], [sock.fileno()])
+                return
+        cls.stop()
+        cls.current = cls(limits.sandbox, program)
         socket.send_fds(cls.current.control, [request], [sock.fileno()])
 
     @classmethod
