@@ -54,11 +54,11 @@ def test_the_reader_of_imports(tmp_path):
     file = tmp_path / "a.py"
     file.write_text("try:\n    import torch.nn as x\nexcept ImportError:\n    pass\n"
                     "from runtime import files\nclass A:\n    from tree import Node\n"
-                    "def f():\n    import model\n    import_module('lab.bench')\n"
+                    "def f():\n    import model\n    import_module('lab.chart')\n"
                     "    return handed_in.load('lab/objectives.py:rao', 'credit').tree\n")
     outside = {"torch.nn", "runtime.files", "tree"}
     assert imports(file, inside_functions=False) == outside
-    assert imports(file) == outside | {"model", "lab.bench", "lab.objectives"}
+    assert imports(file) == outside | {"model", "lab.chart", "lab.objectives"}
 
 
 def test_the_top_level_has_nine_files():

@@ -1,0 +1,41 @@
+"""Charts: recorded ones again, and curves from the files of runs."""
+import json
+from pathlib import Path
+
+import pytest
+from conftest import command
+
+pytest.importorskip("matplotlib")
+
+from lab import chart
+
+RESULTS = Path(chart.__file__).parent / "results"
+
+
+def test_the_recorded_results_are_the_committed_charts(tmp_path, monkeypatch):
+    for name, data, *flags in (("reward", "main"),
+                               ("deep", "deep", "--kind", "dots"),
+                               ("price-tokens", "price", "--kind", "tokens")):
+        out = tmp_path / "out.svg"
+        assert command(chart, monkeypatch, out, RESULTS / f"{data}.json", *flags) is None
+        assert out.read_bytes() == (RESULTS / f"{name}.svg").read_bytes()
+
+
+def write_run(path, rewards):
+    """Steps in reverse, and one was done again after a crash: the later line counts."""
+    lines = [{"phase": "warmup", "step": 1}, {"phase": "grpo", "step": 1, "reward": 9.0}]
+    lines += [{"phase": "grpo", "step": step, "reward": reward}
+              for step, reward in reversed(list(enumerate(rewards, 1)))]
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_a_curve_is_the_mean_of_its_runs_as_a_moving_average(tmp_path, monkeypatch):
+    first = write_run(tmp_path / "a", [0.0] * 4 + [1.0] * 4)
+    second = write_run(tmp_path / "b", [0.5] * 6)
+    assert chart.read(first) == {"reward": [0.0] * 4 + [1.0] * 4}
+    assert chart.smooth([0.0] * 4 + [1.0] * 4)[3:] == [0.0, 0.2, 0.4, 0.6, 0.8]
+    out = tmp_path / "out.svg"
+    assert command(chart, monkeypatch, out, f"<x>={first},{second}") is None
+    assert "&lt;x&gt; 0.45, n 2<" in out.read_text()  # (0.4 + 0.5) / 2 at step 6
