@@ -36,8 +36,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tqdm import tqdm
-
 import tasks
 from repl import REPL, Limits, REPLError
 from runtime import flags, handed_in
@@ -126,6 +124,8 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     each other; without it they are the questions' ids. A `label` shows a progress bar.
     `score` is described at `reward_of`. Raises REPLError if every tree is lost, and what a
     user's file or a score raises."""
+    from tqdm import tqdm  # here: whoever asks one question needs none
+
     gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
 
     async def one(number: int, group: str, task: Task) -> Rollout:

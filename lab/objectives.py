@@ -8,6 +8,7 @@ be a function like these, in any file.
 
 Left out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
+import math
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -16,10 +17,11 @@ from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, cred
                   inherit, reads, relative, scored_groups)
 from tree import Node, Rollout
 
-NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own")
+NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own", "process")
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
+PROCESS = 0.2  # the advantage of a turn without an error in `process`
 
 
 @reads("credit", "children", "length")
@@ -155,6 +157,31 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
         for node, advantage in zip(scored, own_advantages):
             turns = len(result[node].advantages)
             result[node] = Credit([advantage] * turns, result[node].weight)
+    return result
+
+
+@reads("credit", "children", "length", "std")
+def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+    """An advantage of its own for each turn: whether its block ran without an error.
+
+    After Agent-R1 (2511.14460). With v_t = 1 for a turn that has a block without an error
+    and 0 for others, A_t = A + PROCESS * (v_t - mean of v over the group's trained
+    turns). What is added is at most |A| / 2, so that it never outweighs the answer; where
+    A is 0 all of it counts."""
+    result = credit(rollouts, config)
+    for members in scored_groups(rollouts).values():
+        valid = {node: [float(turn not in node.errors)
+                        for turn in range(len(result[node].advantages))]
+                 for i in members for node in rollouts[i].root.walk() if node in result}
+        all_turns = [v for values in valid.values() for v in values]
+        mean = sum(all_turns) / max(1, len(all_turns))
+        for node, values in valid.items():
+            changed = []
+            for advantage, v in zip(result[node].advantages, values):
+                most = abs(advantage) / 2 or math.inf
+                extra = max(-most, min(most, PROCESS * (v - mean)))
+                changed.append(advantage + extra)
+            result[node] = Credit(changed, result[node].weight)
     return result
 
 
