@@ -43,7 +43,7 @@ from model import Qwen3, Qwen3Config
 from repl import REPLError
 from rlm import RLMConfig
 from runtime import checkpoint, handed_in, hf, packing, parallel, plan, settings
-from runtime.device import DEVICE, TYPES, give_back_memory
+from runtime.device import DEVICE
 from runtime.files import readable
 from runtime.flags import parse
 from runtime.metrics import Clock, Stats, shares
@@ -123,7 +123,7 @@ def train(config: Config, world: World) -> None:
     rlm_config = replace(rlm_config, window=memory.window)
     if memory != wanted:
         print(memory.table(wanted))
-    print(settings.opening(config, rlm_config), resuming(config, world), sep="\n")
+    print(settings.opening(config, rlm_config, memory.dtype), resuming(config, world))
     if not memory.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory; see what "
                          "--plan prints")
@@ -138,7 +138,8 @@ def train(config: Config, world: World) -> None:
 
     if not in_grpo:
         warm_up(config, run, memory, model, optimizer, trees)
-        warm = run.end_warm_up(model)
+        stored = memory.dtype if config.lora_rank else torch.float32
+        warm = run.end_warm_up(model, stored)
         model = optimizer = None  # they are freed before others are read
         model, optimizer = load(warm, config, memory, config.lora_rank > 0)
         run.save_checkpoint(model, optimizer)
@@ -234,12 +235,11 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
               collect: Callable, clock: Clock) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     state = run.state
-    reference = reference_of(config, run)
+    reference = reference_of(config, run, memory)
     while progress(config, run) < 1 and state.silent < PATIENCE:
         # Sample trees with the weights as they are now, and score their roots.
         clock.start()
-        numbers = range(state.step * config.questions, (state.step + 1) * config.questions)
-        asked = [questions.draw("grpo", i) for i in numbers]
+        asked = questions.batch(state.step, config.questions)
         grow = getattr(objective, "collect", rlm.collect)
         rollouts = collect(asked, (config.seed, state.step), "trees", config.group, grow)
         clock.sampled()
@@ -261,8 +261,8 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
                 (loss * run.world.size).backward()  # FSDP averages over the ranks
                 stats += Stats.of(loss, watched, pack["depths"])
             stats = sum(run.world.gather(stats), Stats())
-            lr = learning_rate(config, run)
-            norm = optimizer_step(run, model, optimizer, lr, stats.loss)
+            norm = optimizer_step(
+                run, model, optimizer, learning_rate(config, run), stats.loss)
 
         # Log, evaluate, save.
         state.step += 1
@@ -273,7 +273,6 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
         if config.eval_every and state.step % config.eval_every == 0:
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
-        give_back_memory()
     if state.silent == PATIENCE:
         print(f"stopped after step {state.step}: in the last {PATIENCE} steps no node had "
               "an advantage")
@@ -320,7 +319,7 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise FloatingPointError(
             f"the loss is {loss}, the gradient's norm {norm}: not finite. The last "
-            "checkpoint is intact; a lower learning rate or another --dtype may help")
+            "checkpoint is intact; a lower learning rate may help")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -372,15 +371,13 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
 def load(start: Start, config: Config, memory: Plan,
          adapters: bool) -> tuple[Qwen3, AdamW]:
     """This rank's share of the weights, and the optimizer as far as it is saved."""
-    dtype = TYPES[config.dtype]
-
     def prepare(model: Qwen3) -> None:
         if adapters:
             model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
-        parallel.shard(model, dtype)
+        parallel.shard(model, memory.dtype)
 
     gc.collect()  # weights that were in use before are in reference cycles
-    stored = dtype if adapters else torch.float32
+    stored = memory.dtype if adapters else torch.float32
     model = Qwen3.from_pretrained(start.weights, stored, DEVICE, prepare)
     model.recompute = memory.recompute
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -398,16 +395,16 @@ def make_sampler(config: Config, memory: Plan, model: Qwen3, world: World) -> Sa
     """A copy with merged adapters is faster than the adapters beside the weights."""
     return Sampler(model, memory=memory.need(world.size)["KV cache"],
                    batch=plan.MOST_WINDOWS, window=memory.window,
-                   dtype=TYPES[config.dtype],
+                   dtype=memory.dtype,
                    copy=config.lora_rank > 0 and not memory.apart)
 
 
-def reference_of(config: Config, run: Run) -> Qwen3 | None:
+def reference_of(config: Config, run: Run, memory: Plan) -> Qwen3 | None:
     """The policy that GRPO started from, for a KL term. With adapters it is the model with
     its adapters off, so nothing is loaded."""
     if not config.kl or config.lora_rank:
         return None
-    reference = Qwen3.from_pretrained(run.path("warmup"), TYPES[config.dtype], DEVICE)
+    reference = Qwen3.from_pretrained(run.path("warmup"), memory.dtype, DEVICE)
     return reference.requires_grad_(False)
 
 

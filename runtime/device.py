@@ -8,7 +8,6 @@ import torch
 from runtime import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def give_back_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtime.device import DEVICE, TYPES
+from runtime.device import DEVICE, compute_dtype
 from runtime.files import readable
 
 LOGITS_BYTES = 1 << 27  # float32 logits at a time, as model.py has it
@@ -24,16 +24,21 @@ LEAST_WINDOW = 4096  # a window is not made shorter than this
 @dataclass(frozen=True)
 class Plan:
     """A run's needs. Trained weights and gradients are float32. Activations, frozen weights
-    and the sampler take `element` bytes per number. `rank` 0 trains all weights."""
+    and the sampler have the type `dtype`. `rank` 0 trains all weights."""
     config: Any  # the Qwen3Config of model.py, which this file does not import
     window: int  # tokens of the longest conversation
     row: int  # tokens in a forward pass of the update
     rank: int
-    element: int
+    dtype: torch.dtype
     have: int  # bytes of the device
     recompute: bool = False  # activation checkpointing by layer
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
+
+    @property
+    def element(self) -> int:
+        """Bytes per number of `dtype`."""
+        return self.dtype.itemsize
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -150,7 +155,8 @@ class Plan:
         rows = [("cards", 1, 8)]
         rows += [(part, *(readable(need[part]) for need in needs)) for part in needs[0]]
         for card in CARDS:
-            plan = replace(wanted, have=(card - 1) * GIB, device="cuda")
+            plan = replace(
+                wanted, have=(card - 1) * GIB, device="cuda", dtype=torch.bfloat16)
             fitted = [(plan.fitted(n), n) for n in (1, 8)]
             cells = [f"{p.window:,}" if p.fits(n) else "-" for p, n in fitted]
             rows.append((f"window, {card} GB", *cells))
@@ -164,7 +170,7 @@ class Plan:
 def of_run(config, shape, window: int, have: int) -> Plan:
     """The plan of a run with these flags, for a model of this shape and `have` bytes."""
     return Plan(shape, window, max(window, LEAST_ROW), config.lora_rank,
-                TYPES[config.dtype].itemsize, have)
+                compute_dtype(config.model), have)
 
 
 def memory(world) -> int:

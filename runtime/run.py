@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from runtime import checkpoint, hf, metrics, report
-from runtime.device import TYPES
+from runtime.device import give_back_memory
 from runtime.files import read_json, write_json, write_text
 from runtime.parallel import World
 from tree import Rollout, render
@@ -191,6 +191,7 @@ class Run:
                or time.monotonic() - self.saved > SAVE_SECONDS)
         if self.world.gather(due)[0]:  # rank 0's clock decides
             self.save_checkpoint(model, optimizer)
+        give_back_memory()
 
     def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
         """Write OUT/`name`: the weights, adapters merged. After the warm-up, whose result
@@ -199,10 +200,9 @@ class Run:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)
 
-    def end_warm_up(self, model) -> Start:
-        """Keep the weights as OUT/warmup. GRPO starts there, with a fresh optimizer."""
-        lora = self.config.lora_rank > 0
-        dtype = TYPES[self.config.dtype] if lora else torch.float32
+    def end_warm_up(self, model, dtype: torch.dtype) -> Start:
+        """Keep the weights as OUT/warmup, in `dtype`. GRPO starts there, with a fresh
+        optimizer."""
         path = self.save_model(model, "warmup", dtype)
         self.state.phase, self.state.step = "grpo", 0
         return Start(path, self.state)

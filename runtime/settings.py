@@ -4,7 +4,7 @@ The switches of the objective are in grpo.py. `settle` fills in what no flag say
 """
 from dataclasses import dataclass, replace
 
-from runtime.device import DEVICE, TYPES, compute_dtype
+from runtime.device import DEVICE
 from runtime.flags import flag
 
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint: see Defaults
@@ -63,9 +63,6 @@ class UpdateConfig:
         BY_CHECKPOINT, common=True)
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
-    dtype: str = flag(
-        "auto", "what layers compute in; auto: bfloat16 on a GPU, and for weights of 16 "
-                "bits on a CPU that multiplies in it", choices=("auto", *TYPES))
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,6 @@ def defaults(rlm_config) -> Defaults:
 def settle(config, rlm_config):
     """The flags, with what depends on the checkpoint filled in. `rlm_config` is that of
     --model. Those of a resumed run are all given."""
-    if config.dtype == "auto":
-        dtype = compute_dtype(config.model)
-        config = replace(config, dtype=str(dtype).removeprefix("torch."))
     suits = defaults(rlm_config) if config.model else SCRATCH
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
@@ -112,11 +106,11 @@ def settle(config, rlm_config):
     return replace(config, **missing)
 
 
-def opening(config, rlm_config) -> str:
+def opening(config, rlm_config, dtype) -> str:
     """What a run begins with and why, for people."""
     kind = "made from nothing" if rlm_config.scratch else "pretrained"
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
-    return (f"a model {kind}, in {config.dtype} on {DEVICE}; {rlm_config.style} prompts, a "
+    return (f"a model {kind}, in {dtype} on {DEVICE}; {rlm_config.style} prompts, a "
             f"window of {rlm_config.window:,} tokens; trees of at most "
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
             f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then GRPO, "

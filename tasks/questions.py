@@ -60,3 +60,7 @@ class Questions:
         order = list(range(len(self.rows)))
         random.Random(f"{self.seed} {phase} {epoch}").shuffle(order)
         return self.rows[order[at]]
+
+    def batch(self, step: int, n: int) -> list[Task]:
+        """The n questions of a step of GRPO."""
+        return [self.draw("grpo", i) for i in range(step * n, (step + 1) * n)]

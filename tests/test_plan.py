@@ -17,7 +17,8 @@ GB = 10 ** 9
 
 
 def of(config=QWEN3_4B, **changes):
-    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0, "element": 2,
+    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0,
+              "dtype": torch.bfloat16,
               "recompute": True, "have": 141 * GB}
     return Plan(**fields | changes)
 
@@ -28,7 +29,8 @@ def test_qwen3_4b_by_hand():
     assert of().parameters[0] == P and of().parameters[3] == 0
     assert (need["weights"], need["gradients"], need["optimizer"]) == (4 * P, 4 * P, 8 * P)
     assert need["sampler copy"] == 2 * P and need["KV cache"] % (147_456 * 8192) == 0
-    assert of(element=4).need()["sampler copy"] == 0  # it computes with the trainer's
+    # In float32 the sampler computes with the trainer's weights.
+    assert of(dtype=torch.float32).need()["sampler copy"] == 0
     assert of(rank=16, apart=True).need()["sampler copy"] == 0
     assert of(rank=16, apart=True).need(2)["sampler copy"] == 2 * P
     lora = of(rank=16)
@@ -80,7 +82,7 @@ def saved_by_autograd(config, dtype, rank, rows):
 def test_what_a_forward_pass_keeps_is_what_autograd_saves(shared, rank, dtype, family):
     """The bytes of two layers: the difference between models of three layers and of one.
     The rows are 512 tokens, or share so many that they count as that."""
-    cost = of(SMALL, rank=rank, element=dtype.itemsize).seen_cost * (shared > 0)
+    cost = of(SMALL, rank=rank, dtype=dtype).seen_cost * (shared > 0)
     number = int((512 - shared) / (16 + cost * (shared + 16)))
     rows = [[0] * shared + [1 + i] * 16 for i in range(number)]
     saved, planned = [], []
@@ -88,7 +90,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(shared, rank, dtype, f
         config = replace(SMALL, num_hidden_layers=layers, model_type=family)
         saved.append(saved_by_autograd(config, dtype, rank, rows))
         without_head = replace(config, vocab_size=1)
-        planned.append(of(without_head, rank=rank, element=dtype.itemsize, row=512,
+        planned.append(of(without_head, rank=rank, dtype=dtype, row=512,
                           recompute=False).activations())
     assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], rel=0.08)
 

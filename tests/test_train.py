@@ -285,9 +285,7 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
 def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
     rlm_config = replace(rlm.RLMConfig(), scratch=scratch)
-    monkeypatch.setattr(settings, "compute_dtype", lambda path: torch.float32)
     config = settings.settle(train.Config(**flags), rlm_config)
-    assert config.dtype == "float32"
     got = config.warmup_steps, config.warmup_lr, config.steps, config.lr
     assert got == pytest.approx(want)
     assert settings.settle(config, rlm_config) == config
