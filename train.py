@@ -274,8 +274,7 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     if state.silent == PATIENCE:
-        print(f"stopped after step {state.step}: in the last {PATIENCE} steps no node had "
-              "an advantage")
+        print(f"stopped: in the last {PATIENCE} steps no node had an advantage")
 
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,

@@ -186,7 +186,7 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
     row = reinforce(loop, [flat] * 30)
     assert row["step"] == 10 and row["flat"] == 1 and "entropy" not in row
     assert not moved(before, loop.model)
-    assert "stopped after step 10: in the last 10 steps" in capsys.readouterr().out
+    assert "stopped: in the last 10 steps" in capsys.readouterr().out
     loop.run.state.silent = 0
     reinforce(loop, [flat] * 14 + [scripted_trees] + [flat] * 30)
     assert lines(loop.config.out)[-1]["step"] == 25
