@@ -1,21 +1,26 @@
 """Train a recursive language model: `python train.py`, nothing else needed.
 
-1. A warm-up, supervised on scripted rollouts. Good and bad strategies are mixed on purpose:
+1. A warm-up, supervised on scripted trees. Good and bad strategies are mixed on purpose:
    the policy learns the syntax of its REPL, but not what to do with it.
 2. GRPO: only the root's answer is rewarded, and every child inherits its root's advantage.
-3. A held-out evaluation before GRPO and after it, on questions never seen; after it also on
-   longer contexts, where the task has them.
+3. Evaluations on held-out questions: before GRPO, after it, and then on longer contexts.
 
 Without --model a tokenizer is trained, and a tiny Qwen3 is initialised and saved like any
-checkpoint. All that follows is the same code for it and for a downloaded one.
+checkpoint. The same code trains it and a downloaded model.
 
-All random numbers are drawn from (seed, phase, step), so a resumed run continues with the
-same ones. With --lora-rank the warm-up still trains all weights; then they are frozen, and
-GRPO trains adapters. So the model without its adapters is the one that GRPO started from.
+All random numbers are drawn from (seed, phase, step), so a resumed run draws the same ones.
+With --lora-rank GRPO trains adapters. The warm-up of a model made from nothing trains all
+weights even then.
 
 `torchrun --nproc-per-node N train.py ...` is the same run on N devices. Each rank samples
-its share of a step's questions; for the update, the nodes of all trees are divided among
-the ranks (runtime/parallel.py). runtime/run.py says what a run writes. """
+its share of a step's questions. The nodes of all trees are then divided among the ranks for
+the update.
+
+Left out: asynchronous sampling, a learning rate found by search, more than one task in a
+run. Tried (docs/results.md): older policies in each group, groups without signal drawn
+again, float16 with a scaled loss; none was better. Gradients clipped at 1.0: one rare large
+gradient undid the steps of a model made from nothing.
+"""
 import asyncio
 import gc
 import math
