@@ -44,7 +44,8 @@ from runtime.metrics import shares
 from runtime.repl_server import trees_at_once
 from sampler import SamplerError
 from tasks import Task
-from tasks.questions import heldout_tasks
+from tasks.questions import heldout_tasks, read, split
+from tasks.scripts import scripted
 from tasks.text import as_text
 from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, from_row, write_rollouts
@@ -218,9 +219,9 @@ def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None)
     if not args.data:
         return heldout_tasks(args.n, kind, args.seed, length=length,
                              heldout=args.split != "train")
-    rows = tasks.read(args.data, kind)
+    rows = read(args.data, kind)
     if args.split != "all":
-        trained, heldout = tasks.split(rows)
+        trained, heldout = split(rows)
         rows = trained if args.split == "train" else heldout
     return rows[:args.n]
 
@@ -283,8 +284,11 @@ def compare(args: argparse.Namespace) -> None:
 
     async def one(question: tuple[tuple, Task]) -> None:
         name, task = question
-        script = args.policy and tasks.scripted(kinds[task.kind].oracle, task, tokenizer)
-        record, rollout = await answer(name[2], task, script or policy, tokenizer, config,
+        chosen = policy
+        if args.policy:
+            oracle = kinds[task.kind].oracle
+            chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
+        record, rollout = await answer(name[2], task, chosen, tokenizer, config,
                                        (args.seed, *name), score)
         rollout = replace(rollout, task=replace(task, context=None))  # which a seed gives
         answers[name] = record, rollout

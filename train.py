@@ -211,9 +211,7 @@ def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
         return saved_trees(config.warmup, tokenizer)
     suits = settings.defaults(rlm_config)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
-    asked = [tasks.playable(questions.draw("warmup", i),
-                            random.Random(f"{config.seed} warmup {i}"))
-             for i in range(count)]
+    asked = [questions.draw("warmup", i) for i in range(count)]
     trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
     trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk()]
@@ -356,10 +354,8 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
-    if questions.rows:
-        asked = [tasks.playable(*each) for each in zip(questions.rows, draws)]
-    else:
-        asked = [tasks.make(questions.kind, rng) for rng in draws]
+    asked = (questions.playable[:TOKENIZER_TREES]
+             or [tasks.make(questions.kind, rng) for rng in draws])
     trees = scripted_trees(asked, None, rlm.tiny_rlm(questions.kind), "tokenizer")
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]

@@ -28,13 +28,9 @@ and, if it likes, with some of these:
 
 A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.
-Standard library only.
 """
 import importlib
-import json
 import random
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +38,6 @@ from typing import Any
 
 from runtime import handed_in
 from tasks import in_repl
-from tree import Completion, Node
 
 NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong", "pairs")
 
@@ -100,99 +95,3 @@ def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
 def reward(task: Task, answer: Any) -> float:
     """The score of an answer, in [0, 1]."""
     return of(task).score(task, answer)
-
-
-def demonstrate(task: Task, node: Node, rng: random.Random, alone: bool = False) -> str:
-    """The next message of a script to learn from, or of the oracle where there is none. An
-    equal rng in every turn lets a node keep its strategy.
-
-    `alone` asks for a script without calls. Raises ValueError if there is none."""
-    kind = of(task)
-    for _ in range(100):
-        if hasattr(kind, "demonstrate"):
-            message = kind.demonstrate(task, node, rng)
-        else:
-            message = kind.oracle(task, node)
-        if not (alone and re.search(r"\b(rlm|llm)_query", message)):
-            return message
-    raise ValueError(f"the task {task.kind} has no script that calls nobody")
-
-
-def playable(task: Task, rng: random.Random) -> Task:
-    """The question, if its kind has demonstrations. An oracle alone plays only generated
-    questions, so for such a kind it is a generated one."""
-    kind = of(task)
-    return task if hasattr(kind, "demonstrate") else make(kind, rng)
-
-
-def scripted(script: Callable, task: Task, tokenizer):
-    """The policy that writes what script(task, node) returns, cut like a model's message.
-    Without a tokenizer four characters count as a token."""
-    async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        text = script(task, node)
-        ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
-        stop, sampled = "stop", len(ids) or len(text) // 4
-        if sampled > max_tokens:
-            stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
-            text = tokenizer.decode(ids) if tokenizer else text[:4 * max_tokens]
-        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
-        usage = {"prompt": size, "reused": 0, "sampled": sampled}
-        return Completion(text, ids, (0.0,) * len(ids), stop, usage)
-    return policy
-
-
-def read(path: str, kind: ModuleType) -> list[Task]:
-    """The questions of a JSON lines file. Rows for which the kind's `read` raises
-    ValueError are left out and counted, and the first three are named. Raises ValueError
-    if no row is left."""
-    name = name_of(kind)
-    if not hasattr(kind, "read"):
-        raise ValueError(f"the task {name} reads no files")
-
-    questions, problems = [], []
-    lines = Path(path).read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            questions.append(Task(f"row-{number}", name, *kind.read(json.loads(line))))
-        except ValueError as error:  # also raised by json for what is not JSON
-            problems.append(f"line {number}: {error}")
-
-    if problems:
-        print(f"{path}: {len(problems)} of {len(lines)} rows left out", *problems[:3],
-              sep="\n  ")
-    if not questions:
-        raise ValueError(f"{path}: no row can be used")
-    return questions
-
-
-def split(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held out): shuffled with seed 42, a fifth, at most 128, is held out.
-    Questions that share a text, directly or through others, are on one side. Raises
-    ValueError where that is impossible."""
-    shuffled = random.Random(42).sample(tasks, len(tasks))
-    groups = _sharing(shuffled)
-    if len(groups) < 2:
-        raise ValueError("nothing can be held out: that needs questions of two texts")
-    wanted = min(128, max(1, len(tasks) // 5))
-    held: set[int] = set()
-    for group in groups:
-        if len(held) + len(group) <= wanted:
-            held |= group
-    held = held or min(groups, key=len)
-    return ([task for i, task in enumerate(shuffled) if i not in held],
-            [task for i, task in enumerate(shuffled) if i in held])
-
-
-def _sharing(tasks: list[Task]) -> list[set[int]]:
-    """The places of the tasks, in groups that have no text in common: no document of a
-    dict, else no whole context. They are compared without regard to line breaks."""
-    groups: list[tuple[set[int], set[int]]] = []  # places, hashes of texts
-    for i, task in enumerate(tasks):
-        parts = task.context
-        parts = parts.values() if isinstance(parts, dict) else [parts]
-        places, texts = {i}, {hash(" ".join(str(part).split())) for part in parts}
-        for group in [group for group in groups if group[1] & texts]:
-            groups.remove(group)
-            places, texts = places | group[0], texts | group[1]
-        groups.append((places, texts))
-    return sorted((places for places, _ in groups), key=min)

@@ -1,31 +1,52 @@
 """What the warm-up imitates: scripts that play a question, or trees that were saved."""
 import random
+import re
+from collections.abc import Callable
 
 import tasks
 from tasks import Task
 from tree import Completion, Node, Rollout, read_rollouts
 
 
-def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
-    """The policy that writes what the scripts of a kind say. The scripts of a node are
-    drawn from (seed, the number of its tree, its path). `alone` asks for those that call
-    nobody. Raises ValueError for a kind without scripts."""
-    kind = tasks.of(questions[0])
-    if not (hasattr(kind, "demonstrate") or hasattr(kind, "oracle")):
-        raise ValueError(f"the task {questions[0].kind} has no scripts to learn from: give "
-                         "--model, and --warmup FILE or --warmup-steps 0")
-
+def scripted(script: Callable, tokenizer):
+    """The policy that writes what script(node, key) returns, cut like a model's message.
+    Without a tokenizer four characters count as a token."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        *_, number, path, turn = key
-
-        def script(task: Task, node: Node) -> str:
-            rng = random.Random(f"{(seed, number)} {path}")
-            return tasks.demonstrate(task, node, rng, alone)
-
-        write = tasks.scripted(script, questions[number], tokenizer)
-        return await write(node, max_tokens, key)
-
+        text = script(node, key)
+        ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
+        stop, sampled = "stop", len(ids) or len(text) // 4
+        if sampled > max_tokens:
+            stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
+            text = tokenizer.decode(ids) if tokenizer else text[:4 * max_tokens]
+        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
+        usage = {"prompt": size, "reused": 0, "sampled": sampled}
+        return Completion(text, ids, (0.0,) * len(ids), stop, usage)
     return policy
+
+
+def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
+    """The policy that writes what the scripts of a kind say, or its oracle where there are
+    none. The scripts of a node are drawn from (seed, the number of its tree, its path), so
+    a node keeps its strategy. `alone` asks for those without calls. Raises ValueError if
+    there are none."""
+    kind, name = tasks.of(questions[0]), questions[0].kind
+    if not (hasattr(kind, "demonstrate") or hasattr(kind, "oracle")):
+        raise ValueError(f"the task {name} has no scripts to learn from: give --model, and "
+                         "--warmup FILE or --warmup-steps 0")
+
+    def script(node: Node, key: tuple) -> str:
+        *_, number, path, turn = key
+        rng = random.Random(f"{(seed, number)} {path}")
+        for _ in range(100):
+            if hasattr(kind, "demonstrate"):
+                message = kind.demonstrate(questions[number], node, rng)
+            else:
+                message = kind.oracle(questions[number], node)
+            if not (alone and re.search(r"\b(rlm|llm)_query", message)):
+                return message
+        raise ValueError(f"the task {name} has no script that calls nobody")
+
+    return scripted(script, tokenizer)
 
 
 def saved_trees(path: str, tokenizer) -> list[Rollout]:

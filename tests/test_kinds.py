@@ -17,6 +17,8 @@ from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, 
 from tasks.evidence import SHORTEST, mark
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
+from tasks.questions import read
+from tasks.scripts import scripted
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +37,7 @@ def papers_of(context, gold):
 
 
 def play(task, script, tokenizer=None, **config):
-    policy = tasks.scripted(script, task, tokenizer)
+    policy = scripted(lambda node, key: script(task, node), tokenizer)
     return asyncio.run(rollout(task, policy, tokenizer, RLMConfig(**config)))
 
 
@@ -77,7 +79,7 @@ def test_the_score_agrees_with_a_set_of_marked_positions():
 
 
 def test_the_gold_scores_1_in_any_nesting_and_an_echo_what_is_stated():
-    for task in [*made("evidence", 5), *tasks.read(PAPERS, evidence)]:
+    for task in [*made("evidence", 5), *read(PAPERS, evidence)]:
         gold = [s for sentences in task.answer.values() for s in sentences]
         for answer in (gold, [[[s]] for s in gold], [f"\n {s} " for s in gold]):
             assert reward(task, answer) == 1.0
@@ -282,7 +284,7 @@ def test_ways_to_sort_notes_without_children():
     config = replace(config, max_nodes=1)
     questions = [make(notes, random.Random(i), heldout=True) for i in range(40)]
     for task in questions:
-        policy = tasks.scripted(dictionary, task, tokenizer)
+        policy = scripted(lambda node, key: dictionary(task, node), tokenizer)
         root = asyncio.run(rollout(task, policy, tokenizer, config))
         assert reward(task, root.answer) == 1.0
 
@@ -325,7 +327,7 @@ def test_the_right_demonstration_scores_1(root, child, score, monkeypatch):
     monkeypatch.setattr(evidence, "CHILD_SCRIPTS", {child: 1})
     monkeypatch.setattr(evidence, "LOOK_FIRST", 0)
     for task in made("evidence", 2):
-        root = play(task, lambda *args: tasks.demonstrate(*args, random.Random(0)))
+        root = play(task, lambda *args: evidence.demonstrate(*args, random.Random(0)))
         assert reward(task, root.answer) == score
 
 
@@ -342,16 +344,12 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     questions = made("deep", 4)
 
     def play_each(depth, *names):
-        def script(task, node):
+        def script(node, key):
             if node.kind == "llm":
                 return deep.translate(node)
             return block(deep.NODE_SCRIPTS[names[node.depth]])
 
-        async def policy(node, max_tokens, key):
-            write = tasks.scripted(script, questions[key[-3]], tokenizer)
-            return await write(node, max_tokens, key)
-
-        limits = replace(config, max_depth=depth)
+        limits, policy = replace(config, max_depth=depth), scripted(script, tokenizer)
         trees = asyncio.run(collect(questions, policy, tokenizer, limits))
         return trees, sum(tree.reward for tree in trees) / len(trees)
 

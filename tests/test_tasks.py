@@ -1,5 +1,6 @@
 """The interface of a task, ours or from a file; rows of a file; what the REPL's tools
 return."""
+import asyncio
 import json
 import random
 import traceback
@@ -9,9 +10,11 @@ import pytest
 
 import tasks
 from runtime import handed_in
-from tasks import Task, deep, evidence, oolong, read, reward, split
+from tasks import Task, deep, evidence, oolong, reward
 from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
                            search, source)
+from tasks.questions import Questions, read, split
+from tasks.scripts import script_policy
 from tree import Node, Unscored
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,17 +68,21 @@ def test_a_file_is_a_task_like_ours(letters):
     assert tasks.of(task) is tasks.load(letters) is kind
     assert task.kind == Path(letters).stem and task.id.startswith(f"{task.kind}-")
     assert reward(task, 7) == 1.0 and reward(task, 8) == 0.0
-    said = tasks.demonstrate(task, Node(), random.Random(0))
+    policy = script_policy([task], None, 0, alone=True)
+    said = asyncio.run(policy(Node(), 100, (0, (), 0))).text
     assert said == kind.oracle(task, Node())
     assert help_of(kind.TOOLS) == "- count(text, letter='a'): How often a letter occurs."
     space = {}
     exec(source(kind.TOOLS), space)
     assert space["count"]("Banana") == 3
-    # Its oracle knows how questions are generated, so it plays no rows of files.
-    row = Task("row-1", task.kind, "q", "t", 1)
-    assert tasks.playable(row, random.Random(5)) == task
-    row = Task("row-1", "evidence", "q", {}, {})
-    assert tasks.playable(row, random.Random(5)) is row
+
+
+def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file():
+    for kind, played in (("niah", "niah"), ("evidence", "row")):
+        questions = Questions(tasks.load(kind), heldout=1)
+        questions.rows = [Task("row-1", kind, "q", {}, {})]
+        assert questions.draw("warmup", 0).id.startswith(played)
+        assert questions.draw("grpo", 0) is questions.rows[0]
 
 
 def test_a_mistake_in_a_file_ends_in_that_file(letters):
