@@ -3,11 +3,12 @@
 Gold is a list of words. The score is the F1 over the different strings of an answer.
 
 The context is nested lists: two papers, each with two sections of two paragraphs. One word
-of each paragraph is in DICTIONARY. The question asks for the eight meanings. The dictionary
-is not in the context and too long to be written as code. All words look alike, and none
-occurs twice. So every paragraph has to be read, and the window (TINY) holds just one.
+of each paragraph is in DICTIONARY, and the question asks for the eight meanings. The
+dictionary is not in the context, and too long to be written as code. All words look alike,
+and none occurs twice. So every paragraph has to be read. The window (TINY) holds just one.
 """
 import random
+from dataclasses import replace
 from itertools import product
 
 from tasks.in_repl import TOOLS, block
@@ -43,29 +44,25 @@ def score(task, answer):
 
 def part_score(task, part, answer):
     """For a child that was given a part: its F1 there."""
-    found, words = set(strings_in(answer)), " ".join(strings_in(part)).split()
-    gold = {DICTIONARY[word] for word in words if word in DICTIONARY}
-    if not gold:
-        return None
-    return 2 * len(found & gold) / (len(found) + len(gold))
+    words = " ".join(strings_in(part)).split()
+    gold = [DICTIONARY[word] for word in words if word in DICTIONARY]
+    return score(replace(task, answer=gold), answer) if gold else None
 
 
-NODE_SCRIPTS = {  # of nodes with a REPL
-    "each": "FINAL(rlm_query_batched('Translate.', context))",  # a child for every part
-    "firsts": "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))",
-    "one": "FINAL(rlm_query('Translate.', context[0]))",
-    "alone": "FINAL(context)",
-    "forget": "print(len(context))",
+READS = 0.6  # share of plain completions that answer right
+NODE_SCRIPTS = {  # of nodes with a REPL: (share, code); "each" has a child for every part
+    "each": (0.55, "FINAL(rlm_query_batched('Translate.', context))"),
+    "firsts": (0.2, "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))"),
+    "one": (0.1, "FINAL(rlm_query('Translate.', context[0]))"),
+    "alone": (0.05, "FINAL(context)"),
+    "forget": (0.1, "print(len(context))"),
 }
-NODE_SHARES = {"each": 0.55, "firsts": 0.2, "one": 0.1, "alone": 0.05, "forget": 0.1}
-LEAF_SHARES = {"right": 0.6, "none": 0.4}
 
 
 def demonstrate(task, node, rng):
-    name = pick(LEAF_SHARES if node.kind == "llm" else NODE_SHARES, rng)
-    if name == "none":
-        return "none"
-    return translate(node) if name == "right" else block(NODE_SCRIPTS[name])
+    if node.kind == "llm":
+        return translate(node) if rng.random() < READS else "none"
+    return block(NODE_SCRIPTS[pick(NODE_SCRIPTS, rng)][1])
 
 
 def translate(node) -> str:
@@ -75,4 +72,4 @@ def translate(node) -> str:
 
 
 def oracle(task, node):
-    return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"])
+    return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"][1])

@@ -3,11 +3,11 @@
 `List the words of class "animal".` The context is a list of pages of a few lines, like
 "otter: freshwater carnivorous mammal". Words, definitions and classes are WordNet's
 (data/wordnet.tsv): real text with labels by people. No definition names the class of its
-word. So a search finds little, and the pages have to be read.
+word, so the pages have to be read.
 
 Gold is a list of words. The score is the F1 over words. An echo of all words scores
 2p/(1+p), where p is the share of gold words, about 0.07. A fifth of the words is held out:
-held-out questions use only these, and questions of training use none of them.
+held-out questions have only these, questions of training none of them.
 """
 import re
 import zlib
@@ -48,9 +48,7 @@ def is_heldout(word: str) -> bool:
 
 
 def make(rng, tokens=None, heldout=False):
-    pages = how_many(rng, 3, 9)
-    if tokens:
-        pages = round(tokens / PAGE_TOKENS)
+    pages = how_many(rng, 3, 9, tokens, PAGE_TOKENS)
     sizes = [rng.randint(4, 8) for _ in range(pages)]  # lines of each
     number = max(1, round(sum(sizes) * rng.uniform(0.04, 0.11)))  # of the class
 
@@ -69,7 +67,7 @@ def make(rng, tokens=None, heldout=False):
 
 def score(task, answer):
     """F1 over the different words of an answer: nested lists, or text with commas or line
-    ends between the words. Whatever is not in the context counts as a wrong word."""
+    ends between the words."""
     text = "\n".join(strings_in(answer))
     words = {part.strip() for part in re.split("[,\n]", text)} - {""}
     both = len(words & set(task.answer))
@@ -90,11 +88,20 @@ def words_on(text: str) -> list[str]:
     return re.findall("^([a-z]+): ", text, re.MULTILINE)
 
 
-# Shares of good and bad strategies. Only "all" with "read" is right. Most children read,
-# because that takes long to learn. No child echoes all its words: that scores more than
-# reading badly.
-ROOT_SCRIPTS = {"all": 0.4, "one": 0.25, "some": 0.2, "forget": 0.15}
-CHILD_SCRIPTS = {"read": 0.75, "first": 0.15, "none": 0.1}
+# Good and bad scripts with their shares. Only "all" with "read" is right. Most children
+# read, because that takes long to learn. None echoes: that scores more than reading badly.
+QUERY = """'List the words of class "CLASS".'"""
+ROOT_SCRIPTS = {
+    "all": (0.4, f"FINAL(rlm_query_batched({QUERY}, context))"),
+    "one": (0.25, f"FINAL(rlm_query({QUERY}, context[0]))"),
+    "some": (0.2, f"FINAL(rlm_query_batched({QUERY}, context[:2]))"),
+    "forget": (0.15, "print(len(context))"),
+}
+CHILD_SCRIPTS = {
+    "read": (0.75, "print(context)"),
+    "first": (0.15, "print(context)"),  # and then it judges the first word alone
+    "none": (0.1, "FINAL([])"),
+}
 
 
 def demonstrate(task, node, rng):
@@ -104,25 +111,16 @@ def demonstrate(task, node, rng):
 
 def strategy_code(task, node, name: str) -> str:
     kind = word_of(task)
-    query = f"""'List the words of class "{kind}".'"""
     if node.depth and any(turn.role == "assistant" for turn in node.turns):
         words = [word for word in words_on(node.turns[-1].text) if word in KIND]
         return block(label_code(words[:1] if name == "first" else words, kind))
-    return block({
-        "all": f"FINAL(rlm_query_batched({query}, context))",
-        "one": f"FINAL(rlm_query({query}, context[0]))",
-        "some": f"FINAL(rlm_query_batched({query}, context[:2]))",
-        "forget": "print(len(context))",
-        # a child
-        "read": "print(context)",
-        "first": "print(context)",
-        "none": "FINAL([])",
-    }[name])
+    _, code = (CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS)[name]
+    return block(code.replace("CLASS", kind))
 
 
 def label_code(words: list[str], kind: str) -> str:
-    """A line "word class" for each word, and an answer with the words of one class. So
-    reading is one small step per line. Half of a dict would be quotes and commas."""
+    """A line "word class" for each word, so that reading is one small step per line, and an
+    answer with the words of one class."""
     lines = "\n".join(f"{word} {KIND[word]}" for word in words)
     chosen = f's.split()[0] for s in kinds.split("\\n") if s.endswith(" {kind}")'
     return f'kinds = """\n{lines}\n"""\nFINAL([{chosen}])'

@@ -1,9 +1,9 @@
 """evidence: the sentences that answer a question, in many papers.
 
 Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
-alphaXiv/multi-paper-synthetic. An echo of the whole context scores 2p/(1+p), where p is the
-share of gold characters. Generated papers have sentences about made-up terms. The question
-asks for the sentences about one term.
+alphaXiv/multi-paper-synthetic. An echo of the context scores 2p/(1+p), where p is the share
+of gold characters. Generated papers have sentences about made-up terms, and the question
+asks for those about one of them.
 """
 import re
 from dataclasses import replace
@@ -30,9 +30,7 @@ PAPER_TOKENS = (66 * 7 + 122.6) / 4  # on average
 
 def make(rng, tokens=None, heldout=False):
     """One to five papers have one or two sentences about the term."""
-    papers = how_many(rng, 4, 120)
-    if tokens:
-        papers = round(tokens / PAPER_TOKENS)
+    papers = how_many(rng, 4, 120, tokens, PAPER_TOKENS)
     term = make_term(rng, heldout)
     drawn = [make_term(rng, heldout) for _ in range(2 * papers)]
     others = [t for t in drawn if t != term]
@@ -85,9 +83,8 @@ SHORTEST = 12  # characters of a string that counts; a shorter one has to be gol
 
 
 def score(task, answer):
-    """Micro F1 over characters. Every occurrence of every returned string is marked in
-    every paper, so repeating a span gains nothing. Short strings do not count: the letters
-    of the alphabet would mark all papers."""
+    """Micro F1 over characters: every occurrence of every returned string is marked in every
+    paper. Short strings do not count: the letters of the alphabet would mark all papers."""
     gold_spans = {span for spans in task.answer.values() for span in spans}
     spans = {span for span in strings_in(answer)
              if len(span) >= SHORTEST or span in gold_spans}
@@ -111,7 +108,6 @@ def part_score(task, part, answer):
             return score(replace(task, context={name: text}, answer=gold), answer)
         if text == part:
             return float(answer is not None and not strings_in(answer))
-    return None
 
 
 def mark(text: str, spans) -> bytearray:
@@ -125,11 +121,24 @@ def mark(text: str, spans) -> bytearray:
     return marked
 
 
-# Shares of good and bad strategies. "filter" with "exact" is right, and so is "search".
-ROOT_SCRIPTS = {"filter": 0.25, "all": 0.15, "one": 0.15, "search": 0.15, "alone": 0.15,
-                "forget": 0.15}
-CHILD_SCRIPTS = {"exact": 0.3, "whole": 0.35, "first": 0.35}
 LOOK_FIRST = 0.25  # share of scripts that print something first, and then act
+QUOTE = """'Quote "WORD".'"""
+HITS = 'ps = [p for p in context.values() if "WORD" in p]\n'
+
+# Good and bad scripts with their shares. "filter" with "exact" is right, as is "search".
+ROOT_SCRIPTS = {  # children get the papers with the word, or all, or one; or it searches
+    "filter": (0.25, HITS + f"FINAL(rlm_query_batched({QUOTE}, ps))"),
+    "all": (0.15, f"FINAL(rlm_query_batched({QUOTE}, list(context.values())))"),
+    "one": (0.15, HITS + f"FINAL(rlm_query({QUOTE}, ps[0]))"),
+    "search": (0.15, HITS + 'FINAL([search(p, "WORD", 0) for p in ps])'),
+    "alone": (0.15, HITS + "FINAL(ps)"),
+    "forget": (0.15, HITS + "print(len(ps))"),
+}
+CHILD_SCRIPTS = {  # the sentences with the word, the paper, its first sentence
+    "exact": (0.3, 'FINAL(search(context, "WORD", 0))'),
+    "whole": (0.35, "FINAL(context)"),
+    "first": (0.35, 'FINAL(context.split("\\n")[-1].split(". ")[0])'),
+}
 
 
 def demonstrate(task, node, rng):
@@ -137,27 +146,13 @@ def demonstrate(task, node, rng):
     look = rng.random() < LOOK_FIRST
     if look and all(turn.role != "assistant" for turn in node.turns):
         return block("print(context[:40])" if node.depth else "print(len(context))")
-    return strategy_code(task, name)
+    return strategy_code(task, node, name)
 
 
-def strategy_code(task, name: str) -> str:
-    word = word_of(task)
-    hits = f'ps = [p for p in context.values() if "{word}" in p]\n'
-    query = f"""'Quote "{word}".'"""
-    return block({
-        # a root: children get the papers with the word, or all, or one; or it searches
-        "filter": hits + f"FINAL(rlm_query_batched({query}, ps))",
-        "all": f"FINAL(rlm_query_batched({query}, list(context.values())))",
-        "one": hits + f"FINAL(rlm_query({query}, ps[0]))",
-        "search": hits + f'FINAL([search(p, "{word}", 0) for p in ps])',
-        "alone": hits + "FINAL(ps)",
-        "forget": hits + "print(len(ps))",
-        # a child: the sentences with the word, the paper, its first sentence
-        "exact": f'FINAL(search(context, "{word}", 0))',
-        "whole": "FINAL(context)",
-        "first": 'FINAL(context.split("\\n")[-1].split(". ")[0])',
-    }[name])
+def strategy_code(task, node, name: str) -> str:
+    _, code = (CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS)[name]
+    return block(code.replace("WORD", word_of(task)))
 
 
 def oracle(task, node):
-    return strategy_code(task, "exact" if node.depth else "filter")
+    return strategy_code(task, node, "exact" if node.depth else "filter")

@@ -1,15 +1,14 @@
 """notes: what each note from one place is about.
 
-`Sort the notes from "Kelso".` Code can find the notes from the place. No text says whether
-a note is about an animal, a plant, a tool or a food: one of its words means one of these,
-among others that mean nothing. A message prints at most the length of one note, so the good
-scripts use children. There are ways without children, which no script shows.
+`Sort the notes from "Kelso".` Code can find the notes from the place. To sort them a model
+has to read: one word of a note is an animal, a plant, a tool or a food, and the others are
+none of these. A message prints at most the length of one note, so the good scripts use
+children. There are ways without children, which no script shows.
 
 Gold is {name: kind}. The score is the share of right kinds among all notes that the
-answer or the gold names. So an echo scores 0, and a guess about a quarter. The words are
-English: a pretrained model knows them, and one made from nothing learns them from the
-scripts. Some pairs of a place and a word are held out. No note of training has such a pair,
-and in held-out questions each note from the place has one.
+answer or the gold names. So an echo scores 0, and a guess about a quarter. Some pairs of a
+place and a word are held out: no note of training has such a pair, and in held-out
+questions each note from the place has one.
 """
 import re
 
@@ -55,7 +54,7 @@ TOKENS = 387  # 45 notes
 NOTE_TOKENS = 34.4 / 4  # on average
 NOTE_WORDS = 5
 
-# The longest note can be printed whole. Then one message is left, to answer.
+# The longest note can be printed whole; then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 42}}
 
 
@@ -68,9 +67,7 @@ ANY = {place: [word for word in EVERY if not is_heldout(place, word)] for place 
 
 
 def make(rng, tokens=None, heldout=False):
-    number = how_many(rng, 6, 150)
-    if tokens:
-        number = round(tokens / NOTE_TOKENS)
+    number = how_many(rng, 6, 150, tokens, NOTE_TOKENS)
     place = rng.choice(PLACES)
     here = rng.sample(range(number), rng.randint(2, 4))
 
@@ -107,9 +104,23 @@ def kind_of(text: str) -> str:
     return next((KIND[word] for word in words if word in KIND), "")
 
 
-# Shares of good and bad strategies. Only "filter" with "read" is right.
-ROOT_SCRIPTS = {"filter": 0.45, "all": 0.15, "one": 0.2, "read": 0.12, "forget": 0.08}
-CHILD_SCRIPTS = {"read": 0.5, "guess": 0.4, "look": 0.1}
+FIND = 'ids = [i for i in context if "PLACE" in i]\n'
+ASK = "ks = rlm_query_batched('Kind?', [context[i] for i in ids])\n"
+JOIN = "FINAL(dict(zip(ids, ks)))"
+
+# Good and bad scripts with their shares. Only "filter" with "read" is right.
+ROOT_SCRIPTS = {  # children read the notes from the place, or all, or one, or none
+    "filter": (0.45, FIND + ASK + JOIN),
+    "all": (0.15, "ids = list(context)\n" + ASK + JOIN),
+    "one": (0.2, FIND + "ids = ids[:1]\n" + ASK + JOIN),
+    "read": (0.12, FIND + 'print("\\n".join(context[i] for i in ids))'),
+    "forget": (0.08, FIND + "print(len(ids))"),
+}
+CHILD_SCRIPTS = {  # it reads, it guesses, it reads and does not answer
+    "read": (0.5, "print(context)"),
+    "guess": (0.4, 'FINAL("GUESS")'),
+    "look": (0.1, "print(context)"),
+}
 
 
 def demonstrate(task, node, rng):
@@ -118,28 +129,14 @@ def demonstrate(task, node, rng):
 
 
 def strategy_code(task, node, name: str, guess: str = "") -> str:
-    find = f'ids = [i for i in context if "{word_of(task)}" in i]\n'
-    query = "ks = rlm_query_batched('Kind?', [context[i] for i in ids])\n"
-    join = "FINAL(dict(zip(ids, ks)))"
-    looked = any(turn.role == "assistant" for turn in node.turns)
-    if name == "read" and looked and node.depth:
-        return block(f'FINAL("{kind_of(node.turns[-1].text)}")')
-    if name == "read" and looked:
-        kinds = map(kind_of, node.turns[-1].text.split("\n"))
-        return block(f"ks = {[kind for kind in kinds if kind]}\n{join}")
-    if name == "read" and not node.depth:
-        return block(f'{find}print("\\n".join(context[i] for i in ids))')
-    return block({
-        # a root: children read the notes from the place, or all, or one, or none
-        "filter": find + query + join,
-        "all": "ids = list(context)\n" + query + join,
-        "one": find + "ids = ids[:1]\n" + query + join,
-        "forget": find + "print(len(ids))",
-        # a child: it reads, it guesses, it reads and does not answer
-        "read": "print(context)",
-        "guess": f'FINAL("{guess}")',
-        "look": "print(context)",
-    }[name])
+    seen = node.turns[-1].text
+    if name == "read" and any(turn.role == "assistant" for turn in node.turns):
+        if node.depth:
+            return block(f'FINAL("{kind_of(seen)}")')
+        kinds = [kind_of(line) for line in seen.split("\n")]
+        return block(f"ks = {[kind for kind in kinds if kind]}\n{JOIN}")
+    _, code = (CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS)[name]
+    return block(code.replace("PLACE", word_of(task)).replace("GUESS", guess))
 
 
 def oracle(task, node):

@@ -27,9 +27,7 @@ def heldout_tasks(n: int, kind: ModuleType, seed: int = 0, times: int = 1,
         rng = random.Random(f"{side} {seed}{of_length} {i}")
         tokens = length
         if times > 1:
-            # A kind without TOKENS has one length: tasks.make refuses to make another.
-            usual = getattr(kind, "TOKENS", 0)
-            tokens = round(times * usual * rng.uniform(*LONGER))
+            tokens = round(times * kind.TOKENS * rng.uniform(*LONGER))
         questions.append(tasks.make(kind, rng, tokens, heldout))
     return questions
 

@@ -14,14 +14,17 @@ TAILS = ("in every trial", "at low cost", "without a control", "over two years",
          "for small groups", "under new rules", "after the change", "with less noise")
 
 
-def how_many(rng: random.Random, least: int, most: int) -> int:
-    """A number of documents with a uniform logarithm: small and large ones occur."""
-    return round(least * (most / least) ** rng.random())
+def how_many(rng: random.Random, least: int, most: int, tokens: int | None,
+             size: float) -> int:
+    """A number of documents: those that make up `tokens`, at `size` tokens each, else one
+    with a uniform logarithm, so that small and large ones occur."""
+    drawn = round(least * (most / least) ** rng.random())
+    return round(tokens / size) if tokens else drawn
 
 
-def pick(shares: dict[str, float], rng: random.Random) -> str:
-    """One of the names, drawn by their shares."""
-    return rng.choices(list(shares), shares.values())[0]
+def pick(scripts: dict[str, tuple[float, str]], rng: random.Random) -> str:
+    """The name of one of the scripts {name: (share, code)}, drawn by their shares."""
+    return rng.choices(list(scripts), [share for share, _ in scripts.values()])[0]
 
 
 def make_term(rng: random.Random, heldout: bool = False) -> str:

@@ -323,8 +323,8 @@ def test_nothing_degenerate_beats_the_honest_script(kind):
     ("filter", "exact", 1.0), ("all", "exact", 1.0), ("forget", "exact", 0.0),
     ("search", "exact", 1.0)])
 def test_the_right_demonstration_scores_1(root, child, score, monkeypatch):
-    monkeypatch.setattr(evidence, "ROOT_SCRIPTS", {root: 1})
-    monkeypatch.setattr(evidence, "CHILD_SCRIPTS", {child: 1})
+    monkeypatch.setattr(evidence, "ROOT_SCRIPTS", {root: evidence.ROOT_SCRIPTS[root]})
+    monkeypatch.setattr(evidence, "CHILD_SCRIPTS", {child: evidence.CHILD_SCRIPTS[child]})
     monkeypatch.setattr(evidence, "LOOK_FIRST", 0)
     for task in made("evidence", 2):
         root = play(task, lambda *args: evidence.demonstrate(*args, random.Random(0)))
@@ -347,7 +347,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
         def script(node, key):
             if node.kind == "llm":
                 return deep.translate(node)
-            return block(deep.NODE_SCRIPTS[names[node.depth]])
+            return block(deep.NODE_SCRIPTS[names[node.depth]][1])
 
         limits, policy = replace(config, max_depth=depth), scripted(script, tokenizer)
         trees = asyncio.run(collect(questions, policy, tokenizer, limits))
