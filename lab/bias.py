@@ -2,9 +2,8 @@
 
 The policy has seven logits and eleven possible trees, so all can be enumerated. The root
 answers at once (token 0), asks one child (1), or asks two and says one more token (2, then
-3 or 4). A child says 5 or 6; its own score is 1 for a 6. The true gradient is that of the
-expected reward. The expected gradient of an objective is a sum over all groups of G trees,
-each through the rows and the loss of grpo.py at ratio 1.
+3 or 4). A child says 5 or 6; its own score is 1 for a 6. The expected gradient of an
+objective is a sum over all groups of trees, each through the rows and the loss of grpo.py.
 """
 import itertools
 
@@ -22,7 +21,9 @@ GROUP = 3
 SWITCHES = [("constant", "sum"), ("constant", "mean"), ("sequence", "sum"),
             ("sequence", "mean"), ("batch", "mean")]  # length, children
 BOTH = ({"children": "sum"}, {"children": "mean"})
-OTHERS = [
+FORMS = [
+    *(("grpo", {"children": children, "length": length, "std": std})
+      for std in ("off", "on") for length, children in SWITCHES),
     *((name, switch) for name in ("leave_one_out", "max_rl", "filter", "dpo")
       for switch in BOTH),
     ("node_mean", {"std": "off"}), ("node_mean", {"std": "off", "length": "sequence"}),
@@ -65,14 +66,6 @@ def true_gradient():
     return theta.grad
 
 
-def groups_of(size):
-    """(sampled tokens, rollouts) of every group of so many trees."""
-    places = [list(all_trees()) for _ in range(size)]  # no two places share a Node
-    for group in itertools.product(*places):
-        ids = [i for _, tokens, _ in group for i in tokens]
-        yield ids, [Rollout({}, "group", root, reward) for root, _, reward in group]
-
-
 def expected_gradient(config, group_size, objective=credit):
     """The mean gradient of J (7,) over all groups of this size, by their probabilities.
 
@@ -81,7 +74,10 @@ def expected_gradient(config, group_size, objective=credit):
     logprobs = token_logprobs(theta)
     constant = LENGTH_CONSTANT if config.length == "constant" else 1.0
     expected = torch.zeros_like(theta)
-    for ids, rollouts in groups_of(group_size):
+    places = [list(all_trees()) for _ in range(group_size)]  # no two places share a Node
+    for group in itertools.product(*places):
+        ids = [i for _, tokens, _ in group for i in tokens]
+        rollouts = [Rollout({}, "group", root, reward) for root, _, reward in group]
         rows = make_rows(rollouts, objective(rollouts, config), config)
         if rows:
             pack = collate(rows, "cpu")
@@ -97,10 +93,8 @@ def main():
     print(f"Groups of {GROUP}, by the length constant; of grpo also by G / (G - 1).\n")
     print("| objective | switches | norm / true | cosine | children over root / true |")
     print("|---|---|---|---|---|")
-    ours = [("grpo", {"children": children, "length": length, "std": std})
-            for std in ("off", "on") for length, children in SWITCHES]
     true = true_gradient()
-    for name, switches in ours + OTHERS:
+    for name, switches in FORMS:
         objective = credit if name == "grpo" else getattr(objectives, name)
         config = GRPOConfig(objective=name, **switches)
         gradient = expected_gradient(config, GROUP, objective)

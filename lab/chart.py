@@ -5,9 +5,9 @@
     python -m lab.chart OUT.svg lab/results/deep.json --kind dots
 
 Curves show the reward per step, as a moving average: the mean of the runs of a NAME, and
-behind it each run as a thin line. Dots show the held-out score of each run, with a bar at
-the mean; tokens, that score against the sampled tokens of a held-out tree. The same data
-give the same file, byte for byte.
+each run as a thin line. Dots show the held-out score of each run, with a bar at the mean.
+Tokens show that score against the sampled tokens of a held-out tree. The same data give the
+same file, byte for byte.
 """
 import argparse
 import itertools

@@ -2,11 +2,8 @@
 
 An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
-grpo.py's. `reads` names the switches that an objective reads; the others are refused. The
-switches of the loss (--updates, --kl) go with all of them but dpo. Your own objective can
-be a function like these, in any file.
-
-Left out: what needs another loss, or scores of turns (a critic, a process reward model).
+grpo.py's. `reads` names the switches that an objective reads; the others are refused. Left
+out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
 import math
 import statistics
@@ -37,9 +34,8 @@ def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Cre
 def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Divided by the mean reward of the group, not by the deviation.
 
-    MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). Where rewards are 0 or 1 its mean
-    over many trees is the gradient of log E[r], that of maximum likelihood: a question that
-    is seldom solved counts more. A group whose mean is not above 0 has no advantage."""
+    MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
+    counts more. A group whose mean is not above 0 has no advantage."""
     def over_mean(rewards):
         mean = statistics.fmean(rewards)
         return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
@@ -52,9 +48,8 @@ def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]
     """Every node of a tree weighs the same: 1/N, N being its nodes, the root included.
 
     WideSeek-R1 (2602.04634): all nodes and tokens of a tree have its advantage, and
-        J(y_g) = (1/N) * sum over the nodes x of y_g of J_node(x)
-    It takes the mean over the tokens of a node: --length sequence. N are here the nodes
-    that are trained."""
+        J(y_g) = (1/N) * sum over the trained nodes x of y_g of J_node(x)
+    It takes the mean over the tokens of a node: --length sequence."""
     result = credit(rollouts, config)
     for rollout in rollouts:
         nodes = [node for node in rollout.root.walk() if node in result]
@@ -121,10 +116,10 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     The loss of a pair is L = -log sigmoid(beta m), with the margin
         m = (log pi(best) - log pi_ref(best)) - (log pi(worst) - log pi_ref(worst))
     where log pi(tree) sums over its sampled tokens, weighted by the 1/k of their nodes.
-    Here pi_ref is the policy that sampled the pair. At its update m = 0, so dL/dm is
-    -beta sigmoid(0) = -beta / 2: the policy gradient with the advantages beta / 2 and
-    -beta / 2. A second update or a KL term would need another loss. The loss of a batch is
-    the mean over its pairs; a group with equal rewards has none."""
+    Here pi_ref is the policy that sampled the pair. So m = 0 and dL/dm = -beta / 2: the
+    policy gradient with the advantages beta / 2 and -beta / 2. A second update or a KL term
+    would need another loss. The loss of a batch is the mean over its pairs; a group with
+    equal rewards has none."""
     if config.updates > 1 or config.kl:
         raise ValueError("the objective dpo takes updates 1 and kl 0")
     per_tree, pairs = [0.0] * len(rollouts), 0
@@ -147,8 +142,8 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one.
 
-    Its advantage is relative to all trained children of the group that have a score, in
-    whatever tree they are; nodes without one inherit."""
+    Its advantage is relative to all trained children of the group that have a score. Nodes
+    without one inherit."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         scored = [node for i in members for node in rollouts[i].root.walk()
@@ -170,17 +165,16 @@ def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     A is 0 all of it counts."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
-        valid = {node: [float(turn not in node.errors)
-                        for turn in range(len(result[node].advantages))]
-                 for i in members for node in rollouts[i].root.walk() if node in result}
-        all_turns = [v for values in valid.values() for v in values]
-        mean = sum(all_turns) / max(1, len(all_turns))
-        for node, values in valid.items():
+        nodes = [n for i in members for n in rollouts[i].root.walk() if n in result]
+        valid = [turn not in node.errors for node in nodes
+                 for turn in range(len(result[node].advantages))]
+        mean = sum(valid) / max(1, len(valid))
+        for node in nodes:
             changed = []
-            for advantage, v in zip(result[node].advantages, values):
+            for turn, advantage in enumerate(result[node].advantages):
                 most = abs(advantage) / 2 or math.inf
-                extra = max(-most, min(most, PROCESS * (v - mean)))
-                changed.append(advantage + extra)
+                extra = PROCESS * ((turn not in node.errors) - mean)
+                changed.append(advantage + max(-most, min(most, extra)))
             result[node] = Credit(changed, result[node].weight)
     return result
 
