@@ -1,8 +1,8 @@
 """One self-contained HTML page of an evaluation or a training run: `page(...) -> str`.
 
-The scores and curves are plain HTML and SVG. The trees are deflated JSON; the script of
-report.html shows one of them at a time, each node when it is opened, so that thousands of
-nodes cost nothing until then. Nothing is fetched.
+The scores and curves are plain HTML and SVG. The trees are deflated JSON: the script of
+report.html shows one of them at a time, and each node when it is opened. Nothing is
+fetched.
 
 What a model wrote is hostile. It reaches the page in two ways only: as text escaped for
 HTML, and inside the deflated JSON, which the script turns into text nodes. A content
@@ -22,9 +22,7 @@ from typing import Any
 from runtime.metrics import shares
 from tree import Node, Rollout, Turn
 
-
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-MOST_TREES = 20_000_000  # characters of JSON; deflated, about a sixth
 MOST_TEXT = 20_000  # characters of one message on the page
 CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
     "reward": "Mean reward of the sampled trees; dots: held-out questions",
@@ -38,25 +36,26 @@ CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
 def page(title: str, settings: dict, rows: list[dict],
          trees: Sequence[tuple[str, Rollout]] = (), tokenizer=None,
          metrics: Sequence[dict] = (), advantages: dict[Node, float] = {},
-         differences: Sequence[dict] = (), state: str = "") -> str:
+         differences: Sequence[dict] = ()) -> str:
     """The page as a text.
 
-    `state` says how far a run has come. `rows` and `differences` are made by eval.py,
-    `metrics` are the lines of metrics.jsonl. `trees` are (label, rollout). `advantages` has
-    those of the trained nodes. With a tokenizer, sampled tokens show log-probabilities."""
+    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
+    `trees` are (label, rollout). `advantages` has those of the trained nodes. With a
+    tokenizer, sampled tokens show log-probabilities."""
     given = [f"{name} {value}" for name, value in settings.items() if value is not None]
     lines = [HEAD, *map(table_line, rows), *map(difference_line, differences)]
     table = "\n".join(lines)
     curves = "".join(curve(name, metrics) for name in CURVES)
-    body = (f"<h1>{escape(title)}</h1><p>{escape(state)}</p>"
-            f"<details><summary>settings</summary><p>{escape(' · '.join(given))}</p>"
-            f"</details><pre>{escape(table)}</pre>"
+    body = (f"<h1>{escape(title)}</h1><details><summary>settings</summary>"
+            f"<p>{escape(' · '.join(given))}</p></details><pre>{escape(table)}</pre>"
             f"<div class=figures>{curves}</div>")
 
     script = TEMPLATE.rpartition("<script>")[2].partition("</script>")[0]
     policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    packed = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
+    data = zlib.compress(json.dumps({"trees": packed}).encode())
     fill = {"title": escape(title), "policy": policy, "body": body,
-            "data": pack(trees, tokenizer, advantages)}
+            "data": base64.b64encode(data).decode()}
     text = re.sub(r"\{\{(\w+)\}\}", lambda name: fill[name[1]], TEMPLATE)
     return text.encode("utf-8", "replace").decode()
 
@@ -127,22 +126,6 @@ def finite(value: float | None) -> float | None:
 
 # ------------------------------------------------------------------------------------------
 # Trees
-
-def pack(trees: Sequence[tuple[str, Rollout]], tokenizer,
-         advantages: dict[Node, float]) -> str:
-    """What the script shows: JSON, deflated, in base64. At least one tree, and as many as
-    MOST_TREES holds."""
-    packed, size = [], 0
-    for label, rollout in trees:
-        row = json.dumps(pack_tree(label, rollout, tokenizer, advantages))
-        size += len(row)
-        if packed and size > MOST_TREES:
-            break
-        packed.append(row)
-    left_out = len(trees) - len(packed)
-    text = f'{{"left_out": {left_out}, "trees": [{",".join(packed)}]}}'
-    return base64.b64encode(zlib.compress(text.encode())).decode()
-
 
 def pack_tree(label: str, rollout: Rollout, tokenizer,
               advantages: dict[Node, float]) -> dict:

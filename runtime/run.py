@@ -178,8 +178,8 @@ class Run:
                       for node, given in self.credit.items() if given.advantages}
         trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
         write_text(self.path("report.html"), report.page(
-            "Training run", asdict(self.config), rows, trees, self.tokenizer, measured,
-            advantages, state=f"Step {step} of {self.config.steps}"))
+            f"Training run, step {step} of {self.config.steps}", asdict(self.config), rows,
+            trees, self.tokenizer, measured, advantages))
         self.reported = time.monotonic()
 
     # --- what it leaves -------------------------------------------------------------------

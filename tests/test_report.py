@@ -42,8 +42,7 @@ def hostile_page():
         HOSTILE, {HOSTILE: HOSTILE}, [row(HOSTILE, 2000, 0.2) | {"task": HOSTILE}],
         trees=[(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)],
         metrics=[{"phase": "grpo", "step": i, "reward": i / 9} for i in range(9)],
-        advantages={node: 1.25 for node in first.root.walk()}, differences=[pair],
-        state=HOSTILE)
+        advantages={node: 1.25 for node in first.root.walk()}, differences=[pair])
 
 
 def test_hostile_text_adds_no_tag_and_ends_no_script():
@@ -65,13 +64,6 @@ def test_the_data_of_the_page_are_what_was_packed():
 
 def test_what_fills_the_template_is_not_filled_again():
     assert data_of(report.page("{{data}}", {"{{body}}": "{{title}}"}, []))["trees"] == []
-
-
-def test_a_page_holds_whole_trees_up_to_its_limit(monkeypatch):
-    trees = [("a", tree("x", 3))] * 5
-    monkeypatch.setattr(report, "MOST_TREES", 0)
-    data = data_of(report.page("", {}, [], trees))
-    assert len(data["trees"]) == 1 and data["left_out"] == 4  # one at least
 
 
 def test_sampled_tokens_carry_their_log_probability():
