@@ -9,8 +9,8 @@ Without --model a tokenizer is trained, and a tiny Qwen3 is initialised and save
 checkpoint. The same code trains it and a downloaded model.
 
 All random numbers are drawn from (seed, phase, step), so a resumed run draws the same ones.
-With --lora-rank GRPO trains adapters. The warm-up of a model made from nothing trains all
-weights even then.
+With --lora-rank adapters are trained, in the warm-up too. But the warm-up of a model made
+from nothing trains all weights: adapters beside random weights learn nothing.
 
 `torchrun --nproc-per-node N train.py ...` is the same run on N devices. Each rank samples
 its share of a step's questions. The nodes of all trees are then divided among the ranks for
@@ -47,13 +47,13 @@ from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import REPLError
 from rlm import RLMConfig
-from runtime import checkpoint, handed_in, hf, packing, parallel, plan, settings
+from runtime import checkpoint, handed_in, hf, packing, parallel, settings
 from runtime.device import DEVICE
 from runtime.files import readable
 from runtime.flags import parse
 from runtime.metrics import Clock, Stats, shares
 from runtime.parallel import World, full_tensor
-from runtime.plan import Plan
+from runtime.plan import MOST_WINDOWS, Plan, free_memory, plan_of
 from runtime.run import Run, Start, flags_of_run, resuming
 from runtime.settings import RunConfig, UpdateConfig, WarmupConfig
 from sampler import Sampler, SamplerError
@@ -107,7 +107,7 @@ def main() -> None:
 def train(config: Config, world: World) -> None:
     """One run: what it needs, then the warm-up and GRPO, with an evaluation after each."""
     # What the user gave is read first: a typo must leave no directory.
-    have = plan.memory(world)
+    have = free_memory(world)
     config = settings.settle(config, rlm.load_config(config.model))
     objective = objective_of(config)
     score = handed_in.load(config.reward, "score") if config.reward else tasks.reward
@@ -123,13 +123,13 @@ def train(config: Config, world: World) -> None:
         start.source, shape.max_position_embeddings, config.sandbox)
     if config.method != "saved":
         rlm_config = rlm_config_of(config.method, rlm_config)
-    wanted = plan.of_run(config, shape, rlm_config.window, have)
-    memory = wanted.fitted(world.size)
-    rlm_config = replace(rlm_config, window=memory.window)
-    if memory != wanted:
-        print(memory.table(wanted))
-    print(settings.opening(config, rlm_config, memory.dtype), resuming(config, world))
-    if not memory.fits(world.size):
+    wanted = plan_of(config, shape, rlm_config.window, have)
+    plan = wanted.fitted(world.size)
+    rlm_config = replace(rlm_config, window=plan.window)
+    if plan != wanted:
+        print(plan.table(wanted))
+    print(settings.opening(config, rlm_config, plan.dtype), resuming(config, world))
+    if not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory; see what "
                          "--plan prints")
 
@@ -138,21 +138,21 @@ def train(config: Config, world: World) -> None:
         trees = warm_up_trees(config, questions, tokenizer, rlm_config)
     # Adapters beside random weights learn nothing: such a warm-up trains all of them.
     adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
-    model, optimizer = load(start, config, memory, adapters)
+    model, optimizer = load(start, config, plan, adapters)
     run.open(tokenizer, rlm_config)
 
     if not in_grpo:
-        warm_up(config, run, memory, model, optimizer, trees)
-        stored = memory.dtype if config.lora_rank else torch.float32
+        warm_up(config, run, plan, model, optimizer, trees)
+        stored = plan.dtype if config.lora_rank else torch.float32
         warm = run.end_warm_up(model, stored)
         model = optimizer = None  # they are freed before others are read
-        model, optimizer = load(warm, config, memory, config.lora_rank > 0)
+        model, optimizer = load(warm, config, plan, config.lora_rank > 0)
         run.save_checkpoint(model, optimizer)
-    sampler = make_sampler(config, memory, model, world)
+    sampler = make_sampler(config, plan, model, world)
     collect = partial(collect_trees, run, model, sampler, score)
     if "heldout_warmup" not in run.state.results:
         evaluate(run, collect, "heldout_warmup", questions.heldout)
-    grpo_loop(config, run, memory, model, optimizer, objective, questions, collect,
+    grpo_loop(config, run, plan, model, optimizer, objective, questions, collect,
               Clock(sampler.stats))
     run.save_checkpoint(model, optimizer)
     run.save_model(model, "final")
@@ -167,12 +167,12 @@ def train(config: Config, world: World) -> None:
 # ------------------------------------------------------------------------------------------
 # The warm-up
 
-def warm_up(config: Config, run: Run, memory: Plan, model: Qwen3,
+def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
             optimizer: AdamW, trees: list[Rollout]) -> None:
     """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
     state, steps = run.state, config.warmup_steps
     nodes = [node for tree in trees for node in tree.root.walk()
-             if node.sampled and len(node.ids) <= memory.window]
+             if node.sampled and len(node.ids) <= plan.window]
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
@@ -181,7 +181,7 @@ def warm_up(config: Config, run: Run, memory: Plan, model: Qwen3,
         rows = [Row(node.ids, node.mask, [], [], 1) for node in batch]
         tokens = sum(node.sampled for node in batch)
         total = 0.0
-        for pack in packing.packs(rows, memory, run.world, DEVICE):
+        for pack in packing.packs(rows, plan, run.world, DEVICE):
             logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
             loss = -logprobs.sum() / tokens
             (loss * run.world.size).backward()  # FSDP averages over the ranks
@@ -233,24 +233,24 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
+def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
               optimizer: AdamW, objective: Callable, questions: Questions,
               collect: Callable, clock: Clock) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     state = run.state
-    reference = reference_of(config, run, memory)
+    reference = reference_of(config, run, plan)
     while progress(config, run) < 1 and state.silent < PATIENCE:
         # Sample trees with the weights as they are now, and score their roots.
         clock.start()
         asked = questions.batch(state.step, config.questions)
-        grow = getattr(objective, "collect", rlm.collect)
-        rollouts = collect(asked, (config.seed, state.step), "trees", config.group, grow)
+        sample = getattr(objective, "collect", rlm.collect)
+        rollouts = collect(asked, (config.seed, state.step), "trees", config.group, sample)
         clock.sampled()
 
         # Every node gets the advantage of its root, and becomes one row.
         credit = objective(rollouts, config)
         rows = grpo.make_rows(rollouts, credit, config)
-        packs = packing.packs(rows, memory, run.world, DEVICE)
+        packs = packing.packs(rows, plan, run.world, DEVICE)
         grpo.add_log_probabilities(packs, config, model, reference)
 
         # Each update is one optimizer step over all rows; without any row there is none.
@@ -282,14 +282,14 @@ def grpo_loop(config: Config, run: Run, memory: Plan, model: Qwen3,
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str, group: int = 1,
-                  grow: Callable = rlm.collect) -> list[Rollout]:
+                  sample: Callable = rlm.collect) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now. Each rank samples those
     of its share of the questions, then all ranks get all trees."""
     sampler.load(model)
     policy = rlm.local_policy(sampler, run.tokenizer)
     trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
     mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
-    rollouts = asyncio.run(grow(
+    rollouts = asyncio.run(sample(
         [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
         [trees[n][1] for n in mine], numbers=mine, label=label, score=score))
     # Every rank knows the questions, so only the trees are exchanged.
@@ -368,18 +368,18 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     return path
 
 
-def load(start: Start, config: Config, memory: Plan,
+def load(start: Start, config: Config, plan: Plan,
          adapters: bool) -> tuple[Qwen3, AdamW]:
     """This rank's share of the weights, and the optimizer as far as it is saved."""
     def prepare(model: Qwen3) -> None:
         if adapters:
             model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
-        parallel.shard(model, memory.dtype)
+        parallel.shard(model, plan.dtype)
 
     gc.collect()  # weights that were in use before are in reference cycles
-    stored = memory.dtype if adapters else torch.float32
+    stored = plan.dtype if adapters else torch.float32
     model = Qwen3.from_pretrained(start.weights, stored, DEVICE, prepare)
-    model.recompute = memory.recompute
+    model.recompute = plan.recompute
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # Fused: the other kinds hold temporary copies of all weights.
     optimizer = AdamW(
@@ -391,20 +391,20 @@ def load(start: Start, config: Config, memory: Plan,
     return model, optimizer
 
 
-def make_sampler(config: Config, memory: Plan, model: Qwen3, world: World) -> Sampler:
+def make_sampler(config: Config, plan: Plan, model: Qwen3, world: World) -> Sampler:
     """A copy with merged adapters is faster than the adapters beside the weights."""
-    return Sampler(model, memory=memory.need(world.size)["KV cache"],
-                   batch=plan.MOST_WINDOWS, window=memory.window,
-                   dtype=memory.dtype,
-                   copy=config.lora_rank > 0 and not memory.apart)
+    return Sampler(model, memory=plan.need(world.size)["KV cache"],
+                   batch=MOST_WINDOWS, window=plan.window,
+                   dtype=plan.dtype,
+                   copy=config.lora_rank > 0 and not plan.apart)
 
 
-def reference_of(config: Config, run: Run, memory: Plan) -> Qwen3 | None:
+def reference_of(config: Config, run: Run, plan: Plan) -> Qwen3 | None:
     """The policy that GRPO started from, for a KL term. With adapters it is the model with
     its adapters off, so nothing is loaded."""
     if not config.kl or config.lora_rank:
         return None
-    reference = Qwen3.from_pretrained(run.path("warmup"), memory.dtype, DEVICE)
+    reference = Qwen3.from_pretrained(run.path("warmup"), plan.dtype, DEVICE)
     return reference.requires_grad_(False)
 
 
@@ -415,7 +415,7 @@ def planned(config: Config, world: World) -> str:
     config = settings.settle(config, rlm.load_config(config.model))
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
-    wanted = plan.of_run(config, shape, limits.window, plan.memory(world))
+    wanted = plan_of(config, shape, limits.window, free_memory(world))
     return wanted.fitted(world.size).table(wanted)
 
 

@@ -75,10 +75,9 @@ def join(**how) -> None:
 def shard(model, compute: torch.dtype = torch.float32) -> None:
     """Split the weights over the ranks, layer by layer.
 
-    A world of one has nothing to split. But this is also what keeps float32 weights beside
-    layers that compute in another type. Frozen weights have that type anyway, so there a
-    model with adapters is left alone. Gradients become means over the ranks, so a rank has
-    to multiply its loss by the number of ranks."""
+    On one device FSDP only keeps float32 weights beside layers that compute in another
+    type. A model with adapters does not need that: its frozen weights have that type.
+    Gradients become means over the ranks: a rank multiplies its loss by their number."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and (model.rank or compute == torch.float32):
         return

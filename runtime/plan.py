@@ -167,13 +167,13 @@ class Plan:
             *(f"{name:16}{one:>12}{eight:>12}" for name, one, eight in rows)])
 
 
-def of_run(config, shape, window: int, have: int) -> Plan:
+def plan_of(config, shape, window: int, have: int) -> Plan:
     """The plan of a run with these flags, for a model of this shape and `have` bytes."""
     return Plan(shape, window, max(window, LEAST_ROW), config.lora_rank,
                 compute_dtype(config.model), have)
 
 
-def memory(world) -> int:
+def free_memory(world) -> int:
     """Free bytes that each rank has at least: all have the same plan. On a CPU the ranks of
     a machine share its memory. A collective: all ranks call it."""
     if DEVICE == "cuda":

@@ -194,8 +194,8 @@ class Run:
         give_back_memory()
 
     def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
-        """Write OUT/`name`: the weights, adapters merged. After the warm-up, whose result
-        they belong to, the adapters are beside them."""
+        """Write OUT/`name`: the weights, adapters merged. In GRPO the adapters are saved
+        too, beside the merged weights. They belong to the weights in OUT/warmup."""
         with checkpoint.writing(self.path(name), self.world) as aside:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)

@@ -24,8 +24,8 @@ class RunConfig:
     reward: str = flag(
         "", "what scores in the task's place: path/to/file.py[:function]")
     method: str = flag(
-        "saved", "rlm1: children have a REPL; rlm2: theirs, too; rlm0: there are no "
-                 "children; saved: as rlm.json says",
+        "saved", "rlm0: no children; rlm1: children have a REPL; rlm2: grandchildren, "
+                 "too; saved: as rlm.json says",
         choices=("saved", "rlm0", "rlm1", "rlm2"))
     plan: bool = flag(False, "print what the run needs in memory and stop")
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
@@ -92,7 +92,7 @@ def defaults(rlm_config) -> Defaults:
 
 def settle(config, rlm_config):
     """The flags, with what depends on the checkpoint filled in. `rlm_config` is that of
-    --model. Those of a resumed run are all given."""
+    --model. A resumed run reads all flags from run.json: nothing is missing."""
     suits = defaults(rlm_config) if config.model else SCRATCH
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,

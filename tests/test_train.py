@@ -21,7 +21,7 @@ import rlm
 import tasks
 import train
 from model import Qwen3
-from runtime import checkpoint, plan, report, settings
+from runtime import checkpoint, report, settings
 from runtime import run as runs
 from runtime.flags import parse
 from runtime.metrics import Clock
@@ -424,7 +424,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(Qwen3, "from_pretrained", never)
-    monkeypatch.setattr(plan, "memory", lambda world: 1 << 20)
+    monkeypatch.setattr(train, "free_memory", lambda world: 1 << 20)
     message = command(train, monkeypatch, "--model", short_run / "final", "--out",
                       tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
