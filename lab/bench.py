@@ -1,37 +1,29 @@
-"""Claims of speed as figures: `python -m lab.bench sampler|train|gpu`.
+"""The sampler beside transformers on a CPU: `python -m lab.bench sampler`.
 
-A figure is the median of its samples, with their quartiles beside it; the docstring of a
-benchmark says how they are measured. `sampler` and `train` compare with transformers, on a
-CPU; `gpu` is lab/gpu.py. Weights are random. Compare figures of one run only, never of two
-machines.
+A figure is the median of its samples, with their quartiles beside it. Weights are random.
+Compare figures of one run only, never of two machines. lab/gpu.py measures on a GPU.
 """
-import argparse
 import asyncio
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-import grpo
 from model import Qwen3, Qwen3Config
 from runtime import hf
-from runtime.packing import collate, micro_batches
 from sampler import Sampler
 
 SMALL = Qwen3Config(  # 42 million parameters
     vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
     num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 REPEATS = 3
-UPDATE_TOKENS = 8192  # of a micro-batch
 ANSWER, OBSERVATION = 64, 200  # tokens of a sampled turn, and of what follows it
 
 
@@ -54,8 +46,6 @@ def seconds_of(run) -> float:
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
-
-# --- the sampler ---
 
 def sampler(samples: dict[str, list[float]]) -> None:
     """The sampler, beside transformers' `generate`.
@@ -147,102 +137,6 @@ def converse_with_transformers(model, nodes: list[Talk]) -> None:
             node.add(turn, sampled)
 
 
-# --- the update ---
-
-def train(samples: dict[str, list[float]]) -> None:
-    """The update, beside a plain transformers training step; all weights are trained.
-
-    An update is forward, loss, backward, clipping and AdamW (fused in both). Every other 64
-    tokens of a row are sampled. Plain rows are 8 of 256 tokens; shared ones those of a
-    question, 8 trees of 5 nodes, with the same 600 tokens first and 150 of their own.
-    transformers takes 8 rows at a time. Both sides run in turn.
-
-    update_vs_transformers, shared_vs_transformers: the seconds of transformers over ours,
-        on plain and on shared rows.
-    """
-    torch.manual_seed(0)
-    ours = Qwen3(SMALL)
-    theirs = in_transformers(ours)
-    our_optimizer, their_optimizer = adamw(ours), adamw(theirs)
-
-    def update_theirs(rows: list[grpo.Row]) -> None:
-        for first in range(0, len(rows), 8):
-            backward(theirs, rows[first:first + 8])
-        optimizer_step(theirs, their_optimizer)
-
-    rng = random.Random(0)
-    prompt = random_ids(rng, 600)
-    plain_ids = [random_ids(rng, 256) for _ in range(8)]
-    shared_ids = [prompt + random_ids(rng, 150) for _ in range(40)]
-    for figure, ids, given, repeats in (  # short ones vary more
-            ("update_vs_transformers", plain_ids, 0, 3 * REPEATS),
-            ("shared_vs_transformers", shared_ids, len(prompt), REPEATS)):
-        rows = [make_row(each, rng.choice([-1, 1]), given) for each in ids]
-        for repeat in range(repeats + 1):
-            seconds = seconds_of(lambda: update(ours, our_optimizer, rows, UPDATE_TOKENS))
-            peer = seconds_of(lambda: update_theirs(rows))
-            if repeat:  # the first does not count
-                samples[figure].append(peer / seconds)
-
-
-def backward(model, rows: list[grpo.Row]) -> None:
-    """The policy gradient of a batch of rows of one length."""
-    ids = torch.tensor([row.ids for row in rows])  # B T
-    mask = torch.tensor([row.mask for row in rows])  # B T
-    scale = torch.tensor([[row.weight * row.advantages[0]] for row in rows])  # B 1
-
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # B T-1 V
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
-    (-scale * mask[:, 1:] * logprobs).sum().backward()
-
-
-def make_row(ids: list[int], advantage: float = 1.0, prompt: int = 0) -> grpo.Row:
-    mask = [int(i >= prompt) * (i // 64 % 2) for i in range(len(ids) - 1)] + [1]
-    logprobs = [-10.0 * sampled for sampled in mask]
-    return grpo.Row(ids, mask, logprobs, [advantage] * sum(mask), 1e-3)
-
-
-def adamw(model) -> torch.optim.Optimizer:
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-6, fused=True)
-
-
-def optimizer_step(model, optimizer) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def update(model, optimizer, rows: list[grpo.Row], max_tokens: int) -> None:
-    for rows_of_pack in micro_batches(rows, max_tokens):
-        pack = collate(rows_of_pack, model.lm_head.weight.device)
-        logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-        grpo.policy_loss(logprobs, entropies, pack, grpo.GRPOConfig())[0].backward()
-    optimizer_step(model, optimizer)
-
-
-# --- a GPU, and the table ---
-
-def gpu(samples: dict[str, list[float]]) -> None:
-    """All that only a GPU can measure, in less than ten minutes: the parts of lab/gpu.py.
-
-    Each is a separate process with a time limit. If one fails, its samples are kept and the
-    others go on."""
-    from lab.gpu import PARTS
-
-    if not torch.cuda.is_available():
-        sys.exit("lab.bench gpu needs a CUDA GPU, and there is none")
-    for name, (_, limit) in PARTS.items():
-        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
-            command = [sys.executable, "-m", "lab.gpu", name, file.name]
-            try:
-                subprocess.run(command, timeout=limit, check=True)
-            except subprocess.SubprocessError as error:
-                print(error, file=sys.stderr)
-            for figure, value in map(json.loads, file):
-                samples[figure].append(value)
-
-
 def report(samples: dict[str, list[float]], name: str) -> None:
     where = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     if torch.cuda.is_available():
@@ -255,17 +149,14 @@ def report(samples: dict[str, list[float]], name: str) -> None:
         print(f"{figure:36}{middle:12,.4g}{spread:>28}{len(values):5}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benchmarks = {"sampler": sampler, "train": train, "gpu": gpu}
-    parser.add_argument("name", choices=benchmarks)
-    args = parser.parse_args()
-
-    samples = defaultdict(list)
-    benchmarks[args.name](samples)
-    report(samples, args.name)
+def main(benchmarks: dict[str, Callable]) -> None:
+    """Run the one that the command line names."""
+    if len(sys.argv) != 2 or sys.argv[1] not in benchmarks:
+        sys.exit(f"name one of: {', '.join(benchmarks)}")
+    name, samples = sys.argv[1], defaultdict(list)
+    benchmarks[name](samples)
+    report(samples, name)
 
 
 if __name__ == "__main__":
-    main()
+    main({"sampler": sampler})

@@ -1,24 +1,20 @@
-"""What `python -m lab.bench gpu` measures: figures that only a GPU can give.
+"""Figures that only a GPU can give: `python -m lab.gpu agreement|sampling|update|lora`.
 
-`python -m lab.gpu PART FILE` runs one part in a separate process, so its memory and its
-failure do not reach the others. It appends each sample to FILE at once. Weights
-are random, in bfloat16, of the shape of Qwen3-4B. A part's docstring names its figures.
+Weights are random, in bfloat16, of the shape of Qwen3-4B. The docstring of a benchmark
+names its figures. Each takes less than three minutes.
 """
 import asyncio
-import json
 import random
-import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from grpo import Row
-from lab.bench import adamw, make_row, random_ids, seconds_of, update
+from grpo import GRPOConfig, Row, policy_loss
+from lab.bench import main, random_ids, seconds_of
 from model import Qwen3, Qwen3Config
 from runtime import parallel
 from runtime.device import DEVICE
-from runtime.packing import collate
+from runtime.packing import collate, micro_batches
 from runtime.pages import attention_for
 from runtime.plan import GIB, Plan
 from sampler import Sampler
@@ -31,7 +27,7 @@ REPEATS = 3
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, by its data sheet
 
 
-def agreement(add: Callable, config: Qwen3Config = QWEN3_4B, prompts: int = 40) -> None:
+def agreement(samples: dict, config: Qwen3Config = QWEN3_4B, prompts: int = 40) -> None:
     """The sampler's attention over pages beside the update's over packs.
 
     pages_in_place: 1 if the sampler has its path for GPUs.
@@ -42,17 +38,17 @@ def agreement(add: Callable, config: Qwen3Config = QWEN3_4B, prompts: int = 40) 
     shared = random_ids(rng, 600)
     contexts = [shared + random_ids(rng, 150) for _ in range(prompts)]
     sampler = Sampler(model, memory=0.25)
-    add("pages_in_place", float(attention_for(model).__name__ == "FlashPages"))
+    samples["pages_in_place"].append(float(attention_for(model).__name__ == "FlashPages"))
     rows = [Row(row + list(done.ids), [0] * len(row) + [1] * len(done.ids),
                 [0.0] * len(row) + list(done.logprobs), [1.0] * len(done.ids), 1.0)
             for row, done in zip(contexts, generate(sampler, contexts, 128))]
     pack = collate(rows, DEVICE)
     with torch.inference_mode():
         logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-    add("logprob_gap", (logprobs - pack["sampler"]).abs().mean().item())
+    samples["logprob_gap"].append((logprobs - pack["sampler"]).abs().mean().item())
 
 
-def sampling(add: Callable, config: Qwen3Config = QWEN3_4B,
+def sampling(samples: dict, config: Qwen3Config = QWEN3_4B,
              loads: tuple = ((1, 960), (16, 960), (64, 960), (1, 32_000))) -> None:
     """Prompts, and decode steps beside the time in which the card reads all once.
 
@@ -65,7 +61,7 @@ def sampling(add: Callable, config: Qwen3Config = QWEN3_4B,
     large = torch.zeros(1 << 29 if DEVICE == "cuda" else 1 << 20, device=DEVICE)
     times = [seconds_of(lambda: [large.sum() for _ in range(10)]) for _ in range(4)]
     bandwidth = 10 * large.nbytes / min(times)
-    add("read_gb_s", bandwidth / 1e9)
+    samples["read_gb_s"].append(bandwidth / 1e9)
     del large
 
     model = random_model(config)
@@ -83,12 +79,12 @@ def sampling(add: Callable, config: Qwen3Config = QWEN3_4B,
                               for name in ("seconds", "steps"))
             read = 2 * (weights + batch * (length + 64) * cached)  # 2 bytes per number
             load, rate = f"{batch} x {length}", steps / seconds
-            add(f"prefill_tokens_s at {load}", batch * length / filled)
-            add(f"decode_tokens_s at {load}", batch * rate)
-            add(f"decode_roofline_share at {load}", read / bandwidth * rate)
+            samples[f"prefill_tokens_s at {load}"].append(batch * length / filled)
+            samples[f"decode_tokens_s at {load}"].append(batch * rate)
+            samples[f"decode_roofline_share at {load}"].append(read / bandwidth * rate)
 
 
-def update_all(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096,
+def update_all(samples: dict, config: Qwen3Config = QWEN3_4B, tokens: int = 4096,
                rank: int = 0) -> None:
     """Updates of all weights from 16 rows of 4,096 tokens, clipping and AdamW included.
     Layers are computed again in the backward pass. With `rank`, adapters are trained. The
@@ -101,11 +97,12 @@ def update_all(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
         says, without a sampler, over it.
     """
     name = "lora" if rank else "update"
-    plan = Plan(config, tokens, tokens, rank, 2, 0, recompute=True)
+    plan = Plan(config, tokens, tokens, rank, torch.bfloat16, 0, recompute=True)
     rows = [make_row(random_ids(random.Random(i), tokens)) for i in range(16)]
     model = random_model(config, rank, trained=True)
     model.recompute = True
-    optimizer = adamw(model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     layers = plan.parameters[0] - plan.parameters[1]
@@ -116,12 +113,29 @@ def update_all(add: Callable, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     for repeat in range(REPEATS + 1):
         seconds = seconds_of(lambda: update(model, optimizer, rows, tokens))
         if repeat:  # the first does not count
-            add(f"{name}_tokens_s", len(rows) * tokens / seconds)
-            add(f"{name}_mfu", work / seconds / PEAK_FLOPS)
+            samples[f"{name}_tokens_s"].append(len(rows) * tokens / seconds)
+            samples[f"{name}_mfu"].append(work / seconds / PEAK_FLOPS)
     peak = max(torch.cuda.max_memory_allocated(), 1)  # without a GPU it is 0
     planned = sum(size for part, size in plan.need().items() if part not in SAMPLING)
-    add(f"{name}_peak_gib", peak / GIB)
-    add(f"{name}_plan_over_peak", planned / peak)
+    samples[f"{name}_peak_gib"].append(peak / GIB)
+    samples[f"{name}_plan_over_peak"].append(planned / peak)
+
+
+def make_row(ids: list[int]) -> Row:
+    """Every other 64 tokens are sampled."""
+    mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
+    logprobs = [-10.0 * sampled for sampled in mask]
+    return Row(ids, mask, logprobs, [1.0] * sum(mask), 1e-3)
+
+
+def update(model, optimizer, rows: list[Row], max_tokens: int) -> None:
+    for rows_of_pack in micro_batches(rows, max_tokens):
+        pack = collate(rows_of_pack, DEVICE)
+        logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+        policy_loss(logprobs, entropies, pack, GRPOConfig())[0].backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def generate(sampler: Sampler, rows: list[list[int]], tokens: int) -> list:
@@ -144,17 +158,6 @@ def random_model(config: Qwen3Config, rank: int = 0, trained: bool = False) -> Q
     return model.add_lora(rank, 32.0) if rank else model
 
 
-PARTS = {  # with the seconds after which they are ended, together less than ten minutes
-    "agreement": (agreement, 70), "sampling": (sampling, 180),
-    "update_all": (update_all, 110), "update_lora": (partial(update_all, rank=16), 80)}
-
-
-def main() -> None:
-    name, path = sys.argv[1:]
-    with open(path, "a", encoding="utf-8", buffering=1) as file:
-        part, _ = PARTS[name]
-        part(lambda figure, value: print(json.dumps([figure, value]), file=file))
-
-
 if __name__ == "__main__":
-    main()
+    main({"agreement": agreement, "sampling": sampling, "update": update_all,
+          "lora": partial(update_all, rank=16)})

@@ -1,13 +1,10 @@
 """The benchmarks on a tiny model. What they say of speed here is no measure of anything."""
-import json
-import subprocess
+import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import command
 
 from lab import bench, gpu
 from model import Qwen3Config
@@ -18,17 +15,16 @@ TINY = Qwen3Config(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, expected", [
-    ("sampler", ["uniform_vs_transformers", "tree_vs_transformers"]),
-    ("train", ["update_vs_transformers", "shared_vs_transformers"])])
-def test_what_is_compared_on_a_cpu(name, expected, monkeypatch, capsys):
+def test_what_is_compared_on_a_cpu(monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "SMALL", TINY)
     monkeypatch.setattr(bench, "REPEATS", 1)
     monkeypatch.setattr(bench, "ANSWER", 4)
-    assert command(bench, monkeypatch, name) is None
+    monkeypatch.setattr(sys, "argv", ["bench.py", "sampler"])
+    bench.main({"sampler": bench.sampler})
     figures = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
-    assert [figure[0] for figure in figures] == expected
+    assert [figure[0] for figure in figures] == [
+        "uniform_vs_transformers", "tree_vs_transformers", "work_over_minimum"]
     assert min(float(figure[1]) for figure in figures) > 0
 
 
@@ -39,24 +35,9 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(part, changes, monkeypatch):
     monkeypatch.setattr(gpu, "REPEATS", 1)
     torch.manual_seed(0)
     samples = defaultdict(list)
-    part(lambda figure, value: samples[figure].append(value), config=TINY, **changes)
+    part(samples, config=TINY, **changes)
     if dist.is_initialized():  # as sharded weights need
         dist.destroy_process_group()
     assert samples and min(map(min, samples.values())) >= 0
     if part is gpu.agreement:
         assert samples["logprob_gap"][0] < 0.05
-
-
-def test_a_part_that_fails_is_named_and_keeps_its_figures(monkeypatch, capsys):
-    def run(command, **_):
-        *_, name, path = command
-        Path(path).write_text(json.dumps([name, 1.0]) + "\n")
-        if name == "sampling":
-            raise subprocess.TimeoutExpired(command, 180)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    samples = defaultdict(list)
-    bench.gpu(samples)
-    assert samples == {name: [1.0] for name in gpu.PARTS}
-    assert "'sampling'" in capsys.readouterr().err
