@@ -31,7 +31,7 @@ class Set:
     """Configurations that are compared: {name: flags}."""
     rows: dict[str, str]
     flags: str = ""  # of all runs
-    warm_up: str = ""  # of the warm-up alone; {model} is --model
+    warm_up: str = ""  # of the warm-up alone
     tokens: int = 200_000  # sampled in GRPO by each run
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
@@ -68,12 +68,12 @@ SETS = {
     "credit-definitions": Set(
         CREDIT | {"roots only": "--credit root"},
         "--task definitions --lora-rank 16 --lr 3e-4 --questions 4 --heldout 64",
-        "--model {model} --warmup scripts --warmup-lr 1e-3 --warmup-steps 180",
+        "--model smollm2 --warmup scripts --warmup-lr 1e-3 --warmup-steps 180",
         tokens=100_000, seeds=(0, 1)),
 }
 
 
-def run(name: str, out: str, model: str) -> None:
+def run(name: str, out: str) -> None:
     """Run what is missing of a set, write DIR/SET.json, and print the table."""
     kind = SETS[name]
     rows = [{"name": label, "flags": flags, "runs": []}
@@ -82,8 +82,8 @@ def run(name: str, out: str, model: str) -> None:
         for row in rows:
             alone = ALONE if ALONE in row["flags"] else ""
             warmup = run_path(out, name, f"warmup {alone}", seed)
-            train(warmup, f"--seed {seed} --steps 0 {kind.flags} --heldout 8 {alone} "
-                          f"{kind.warm_up.format(model=model)}")
+            train(warmup, f"--seed {seed} --steps 0 --heldout 8 {kind.flags} "
+                          f"{kind.warm_up} {alone}")
             path = run_path(out, name, row["name"], seed)
             train(path, f"--seed {seed} --model {warmup}/warmup --warmup-steps 0 "
                         f"--steps 1000 --tokens {kind.tokens} {kind.flags} {row['flags']}")
@@ -111,7 +111,8 @@ def train(path: str, flags: str) -> None:
     os.makedirs(path, exist_ok=True)
     with open(os.path.join(path, "train.log"), "a", encoding="utf-8") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    if status and not os.path.exists(result):  # one without a gradient ends with 1, and counts
+    # A run without a gradient ends with status 1, but with a result.
+    if status and not os.path.exists(result):
         sys.exit(f"{path}: exit status {status}, see its train.log")
 
 
@@ -149,9 +150,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare configurations of train.py.")
     parser.add_argument("set", choices=SETS, help="which configurations")
     parser.add_argument("--out", required=True, help="the directory of all runs")
-    parser.add_argument("--model", default="MODEL", help="for credit-definitions")
     args = parser.parse_args()
-    run(args.set, args.out, args.model)
+    run(args.set, args.out)
 
 
 if __name__ == "__main__":

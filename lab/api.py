@@ -3,12 +3,10 @@ vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
     python -m lab.api http://localhost:8000/v1 NAME "What is it about?" README.md
 
-The package `openai` sends the requests. It asks again, with a back-off, when a server is
-busy or broken. What goes wrong after that:
-- The server refuses this request, for its content or length (400, 413, 422): Refused. That
-  node ends, and the code of its parent sees an error.
-- Anything else (no server, a wrong key, no such model) is a RuntimeError. It is the
-  machine's failure, so the tree is lost, and counts as failed.
+The package `openai` sends the requests, and sends them again when a server is busy or
+broken. Where the server refuses one for its content or length (400, 413, 422), that node
+ends, and the code of its parent sees an error. Anything else (no server, a wrong key, no
+such model) is the machine's failure: the tree is lost, and counts as failed.
 
 Left out: streaming, log-probabilities, prices, and models that refuse `max_tokens` or
 `temperature`.
@@ -29,11 +27,8 @@ REFUSALS = (400, 413, 422)
 
 
 class API:
-    """policy(node, max_tokens, key) -> Completion without ids. Its usage is the server's
-    count of tokens.
-
-    `url` ends before /chat/completions, as http://localhost:8000/v1. A request that fails
-    for now is sent `max_retries` more times."""
+    """policy(node, max_tokens, key) -> Completion without ids. `url` ends before
+    /chat/completions, as http://localhost:8000/v1."""
 
     def __init__(self, url: str, model: str, temperature: float = 1.0,
                  max_retries: int = 5):

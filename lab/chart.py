@@ -34,11 +34,10 @@ Runs = dict[str, list[dict]]  # name -> its runs, each {metric: a number, or one
 
 
 def read(run: str) -> dict:
-    """The reward of each GRPO step of a run, in order."""
+    """The reward of each GRPO step of a run."""
     with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    steps = {row["step"]: row["reward"] for row in rows if row["phase"] == "grpo"}
-    return {"reward": [value for _, value in sorted(steps.items())]}
+    return {"reward": [row["reward"] for row in rows if row["phase"] == "grpo"]}
 
 
 def recorded(path: str) -> Runs:
@@ -61,8 +60,8 @@ def curves(axes: Axes, runs: Runs) -> None:
         axes.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=2.5,
                   label=f"{name} {mean[-1]:.2f}, n {len(each)}")
         for values in each:
-            axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=1,
-                      alpha=0.3)
+            steps = range(1, len(values) + 1)
+            axes.plot(steps, values, color=colour, linewidth=1, alpha=0.3)
     axes.set(ylim=(0, None), xlabel="GRPO step", ylabel="reward")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import rlm
 from rlm import RLMConfig
 from tasks import Task, notes
+from tasks.text import as_text
 from tree import Node, Turn
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
@@ -110,9 +111,9 @@ def bm25(query: str, chunks: list[str], k1: float = 1.5, b: float = 0.75) -> lis
 def flat(context: str | list | dict) -> str:
     """A context as one text: documents under their names."""
     if isinstance(context, dict):
-        context = [f"[{name}]\n{rlm.as_text(part)}" for name, part in context.items()]
+        context = [f"[{name}]\n{as_text(part)}" for name, part in context.items()]
     parts = context if isinstance(context, list) else [context]
-    return "\n\n".join(map(rlm.as_text, parts))
+    return "\n\n".join(map(as_text, parts))
 
 
 class Reader:

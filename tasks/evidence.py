@@ -83,8 +83,8 @@ SHORTEST = 12  # characters of a string that counts; a shorter one has to be gol
 
 
 def score(task, answer):
-    """Micro F1 over characters: every occurrence of every returned string is marked in every
-    paper. Short strings do not count: the letters of the alphabet would mark all papers."""
+    """Micro F1 over characters: in all papers every occurrence of a returned string is
+    marked. Short strings do not count: the alphabet's letters would mark everything."""
     gold_spans = {span for spans in task.answer.values() for span in spans}
     spans = {span for span in strings_in(answer)
              if len(span) >= SHORTEST or span in gold_spans}

@@ -39,8 +39,7 @@ def make(rng, tokens=None, heldout=False):
 
 def score(task, answer):
     """F1 over unordered pairs of ids, from "(id, id)" in a text or [id, id] in a list. If
-    the gold is empty, an explicit [] scores 1 and all else 0. All pairs of users together
-    score 2p/(1+p), where p is the share of gold pairs."""
+    the gold is empty, an explicit [] scores 1 and all else 0."""
     found = pairs_in(answer)
     if not task.answer:
         return float(answer in ([], "[]"))

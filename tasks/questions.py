@@ -33,10 +33,8 @@ def heldout_tasks(n: int, kind: ModuleType, seed: int = 0, times: int = 1,
 
 
 class Questions:
-    """The questions of a training run.
-
-    `heldout` is a list, and `longer` has lists by the names of their scores, where the task
-    has lengths. Raises ValueError for a file of which nothing can be held out."""
+    """The questions of a training run. `heldout` is a list, and `longer` has lists by the
+    names of their scores, where the task has lengths."""
 
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128):

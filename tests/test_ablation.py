@@ -64,7 +64,7 @@ def test_a_set_is_run_continued_and_reported(asked, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("name", ablation.SETS)
 def test_every_configuration_is_one_that_train_takes(name, asked, tmp_path, monkeypatch):
-    command(ablation, monkeypatch, name, "--out", tmp_path, "--model", "m")
+    command(ablation, monkeypatch, name, "--out", tmp_path)
     for flags in asked.values():
         monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
         config = parse("", train.Config, train.GROUPS)

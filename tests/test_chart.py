@@ -22,10 +22,8 @@ def test_the_recorded_results_are_the_committed_charts(tmp_path, monkeypatch):
 
 
 def write_run(path, rewards):
-    """Steps in reverse, and one was done again after a crash: the later line counts."""
-    lines = [{"phase": "warmup", "step": 1}, {"phase": "grpo", "step": 1, "reward": 9.0}]
-    lines += [{"phase": "grpo", "step": step, "reward": reward}
-              for step, reward in reversed(list(enumerate(rewards, 1)))]
+    lines = [{"phase": "warmup", "step": 1}]
+    lines += [{"phase": "grpo", "reward": reward} for reward in rewards]
     path.mkdir()
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return path
