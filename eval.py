@@ -6,13 +6,11 @@
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
-or a server lost are counted apart and stay out of the means. With --out FILE the same
-command, started again, asks only what the file lacks. Left out: several answers per
-question (pass@k), and intervals over training runs (lab/ablation.py).
+or a server lost are counted apart and stay out of the means. train.py uses `evaluate`.
 
-Tried: a bootstrap alone, which is certain of four equal scores, so `interval` widens it;
-questions of one length, whose scores were luck, so lengths differ (docs/results.md).
-All but the last section is a library that train.py uses too.
+Left out: several answers per question (pass@k), and intervals over training runs
+(lab/ablation.py). Tried: a bootstrap alone, which is certain of four equal scores, so
+`interval` widens it; questions of one length, whose scores were luck, so lengths differ.
 """
 import argparse
 import asyncio
@@ -32,7 +30,6 @@ from types import ModuleType
 import runtime.threads  # before torch: it says how torch's threads wait
 
 import numpy as np
-from tqdm import tqdm
 
 import rlm
 import tasks
@@ -42,6 +39,7 @@ from runtime import flags, handed_in, report
 from runtime.files import write_text
 from runtime.metrics import shares
 from runtime.repl_server import trees_at_once
+from runtime.side_by_side import side_by_side
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
@@ -49,7 +47,6 @@ from tasks.scripts import scripted
 from tasks.text import as_text
 from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, from_row, write_rollouts
-
 
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
@@ -79,8 +76,7 @@ def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
 # Statistics
 
 def record_of(rollout: Rollout) -> dict:
-    """What the statistics read of an answer. The length of a context is everywhere its
-    characters / 4: about tokens, and the same for every model."""
+    """What the statistics read of an answer. A context's length is its characters / 4."""
     nodes = list(rollout.root.walk())
     return {"id": rollout.task.id, "context": len(as_text(rollout.task.context)) // 4,
             "score": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
@@ -109,10 +105,9 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
 def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
     """The 95 % interval of the mean of scores between `least` and 1.
 
-    Where all scores are 0 or 1 it is Wilson's (1927). Otherwise it has the percentiles of
-    2,000 bootstrap resamples (Efron, 1979) from a fixed seed. Fewer than FEW scores, or
-    equal ones, show too little for a bootstrap. Then it is widened: of all questions a
-    share z²/(n + z²) may score `least`, or 1, though none of these n did."""
+    Where all scores are 0 or 1 it is Wilson's (1927), else the percentiles of 2,000
+    bootstrap resamples (Efron, 1979). Fewer than FEW scores, or equal ones, widen it: of
+    all questions a share z²/(n + z²) may score `least`, or 1, though none of these did."""
     values = np.asarray(scores, dtype=float)
     n, mean, z2 = len(values), float(values.mean()), Z ** 2
     if least == 0.0 and np.isin(values, (0.0, 1.0)).all():
@@ -165,11 +160,10 @@ def read_flags() -> argparse.Namespace:
         return [int(part.replace("k", "000").replace("m", "000000"))
                 for part in names(text)]
 
-    parser = flags.parser("Score methods on questions.",
-                          epilog="The key of --api is read from OPENAI_API_KEY.")
+    parser = flags.parser("Score methods on questions.")
     add = parser.add_argument
     add("--model", help="checkpoint directory")
-    add("--api", metavar="URL", help="a server, as http://localhost:8000/v1")
+    add("--api", metavar="URL", help="as http://localhost:8000/v1; its key: OPENAI_API_KEY")
     add("--api-model", metavar="NAME", help="the server's model")
     add("--policy", choices=("oracle",), help="the kind's script in place of a model")
     add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
@@ -228,8 +222,7 @@ def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None)
 
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
                  score: Callable = tasks.reward) -> tuple[dict, Rollout]:
-    """A method's answer to a question -> (its record, with its tokens and seconds; its
-    tree)."""
+    """-> (the record of a method's answer, with its tokens and seconds; its tree)."""
     used: Counter = Counter()  # tokens: prompt, reused, sampled
     begun = time.monotonic()
     grow = rlm.rollout
@@ -250,21 +243,8 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
                                  "seconds": round(time.monotonic() - begun, 3)}, rollout
 
 
-async def side_by_side(one: Callable, items: list, at_once: int, label: str) -> None:
-    """`await one(item)` for all items, up to `at_once` at a time, under a progress bar."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def gated(item) -> None:
-        async with gate:
-            await one(item)
-        bar.update()
-
-    with tqdm(total=len(items), desc=label, leave=False, disable=None) as bar:
-        await asyncio.gather(*map(gated, items))
-
-
 def compare(args: argparse.Namespace) -> None:
-    """Put to every method every question that --out lacks, and write the results."""
+    """Put to every method every question that --out lacks, and print the scores."""
     loaded = [tasks.load(spec, args.data) for spec in args.tasks or [""]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
@@ -282,8 +262,7 @@ def compare(args: argparse.Namespace) -> None:
                 if name not in ("out", "html", "save")}
     answers = earlier_answers(args.out, settings) if args.out else {}
 
-    async def one(question: tuple[tuple, Task]) -> None:
-        name, task = question
+    async def one(name: tuple, task: Task) -> None:
         chosen = policy
         if args.policy:
             oracle = kinds[task.kind].oracle
@@ -293,8 +272,8 @@ def compare(args: argparse.Namespace) -> None:
         rollout = replace(rollout, task=replace(task, context=None))  # which a seed gives
         answers[name] = record, rollout
         if args.out:
+            row = {"name": name, **record, "tree": rollout}
             with open(args.out, "a", encoding="ascii") as file:
-                row = {"name": name, **record, "tree": rollout}
                 print(json.dumps(row, default=vars), file=file)
 
     print(report.HEAD)
@@ -314,14 +293,13 @@ def compare(args: argparse.Namespace) -> None:
     pairs = differences(cells)
     for pair in pairs:
         print(report.difference_line(pair))
-    trees = [rollout for _, rollout in answers.values()]
-    labels = [" ".join(str(part) for part in name if part is not None) for name in answers]
+    trees = {" ".join(str(part) for part in name if part is not None): rollout
+             for name, (_, rollout) in answers.items()}
     if args.save:
-        write_rollouts(args.save, trees)
+        write_rollouts(args.save, trees.values())
     if args.html:
-        page = report.page("Evaluation", settings, rows, list(zip(labels, trees)),
-                           tokenizer, differences=pairs)
-        write_text(args.html, page)
+        write_text(args.html, report.page("Evaluation", settings, rows, [*trees.items()],
+                                          tokenizer, differences=pairs))
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")
 

@@ -4,10 +4,9 @@
         result = await repl.execute("print(1); FINAL(context[:5])")
         result.stdout, result.error, result.final, result.done, result.died
 
-The client (the trainer, for example) holds `REPL` objects and starts one server, a small
-process without torch. The server forks one worker per REPL, relays messages between client
-and worker, and keeps the clock: the client may be busy with a forward pass, and a worker
-cannot be trusted with it. Here are the client, the worker and the builtins of the code; in
+The client (the trainer, for example) starts one server, a small process without torch. The
+server forks one worker per REPL, relays messages, and keeps the clock: the client may be
+busy with a forward pass. Here are the client, the worker and the builtins of the code; in
 runtime the messages (frames.py), the server (repl_server.py), the isolation (sandbox.py).
 
 Left out: two blocks at a time in one REPL, and protection of the code's signal handlers. A
@@ -155,6 +154,13 @@ class Final(BaseException):
     """Ends the code after FINAL. The answer is already sent: the code may catch this."""
 
 
+def cut(text: str, size: int, why: str = "") -> str:
+    """The first `size` characters, and how many are missing, if any are."""
+    if len(text) <= size:
+        return text
+    return f"{text[:size]}\n... [{len(text) - size} characters cut{why}]"
+
+
 class Capture(io.StringIO):
     """stdout and stderr of a block: keeps the first characters, counts the rest."""
 
@@ -230,9 +236,7 @@ class Worker:
         except Final:
             return ""
         except BaseException as error:
-            text = Capture(self.limits.output_chars)
-            text.write(short_traceback(error))
-            return text.text()
+            return cut(short_traceback(error), self.limits.output_chars)
         return ""
 
     def look_at_answer(self) -> None:
@@ -385,19 +389,13 @@ def main() -> None:
 
     from runtime import flags
     from runtime.files import read_texts
-    from tasks.in_repl import TOOLS, source
-    from tasks.text import describe
 
-    parser = flags.parser("Sit in the REPL that the model sits in.")
+    parser = flags.parser("Use the REPL of a model, without the tools of a task.")
     parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
-    parser.add_argument("--sandbox", choices=("require", "auto", "off"), default="auto",
-                        help="namespaces around it (default auto: where possible)")
     args = parser.parse_args()
     try:
-        context = read_texts(args.files) if args.files else ""
-        repl, result = REPL(context, source(TOOLS), Limits(sandbox=args.sandbox)), Result()
-        print(describe(context, "full"))
-        print("there are: answer", *BUILTINS, *(tool.__name__ for tool in TOOLS))
+        repl, result = REPL(read_texts(args.files) if args.files else ""), Result()
+        print("there are: context answer", *BUILTINS)
         print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
         with asyncio.Runner() as runner:
             while not (result.done or result.died):

@@ -9,17 +9,14 @@ and the result is a tree of nodes.
 - All blocks of a message run in order. The first error or FINAL stops the rest.
 - A node that ends without FINAL answers with what its code has put into answer["content"].
 - Conversations are append-only. An observation ends with turn counter and question.
-- Below max_depth, rlm_query is a plain completion over prompt and context.
 - Budgets belong to the tree. Nodes and sampled tokens are reserved before use. The clock
-  counts the time of the tree's own code, so no score depends on how busy a machine is.
-- A batched query returns one value per prompt; a refused call gives an error string.
-- A thought (<think>...</think>) at the start of a message is neither code nor answer.
+  counts only the time of the tree's code, so a busy machine changes no score.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
 (None) turns carry text only. No torch is imported here, except by the class RLM.
 
-Left out: answers in prose. In the paper (Recursive Language Models, arXiv 2512.24601)
-FINAL(...) in prose answers too; here only a call inside the REPL does.
+Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
+accepts. Here only a call inside the REPL answers.
 Tried: prompts that give the size of the context, when all sizes in training are equal. The
 model then takes the number for a name, and other sizes fail (docs/results.md).
 """
@@ -37,20 +34,20 @@ from types import ModuleType
 from typing import Any
 
 import tasks
-from repl import REPL, Limits, REPLError
+from repl import REPL, Limits, REPLError, cut
 from runtime import flags, handed_in
 from runtime.files import read_json, read_texts, write_json
 from runtime.repl_server import trees_at_once
+from runtime.side_by_side import side_by_side
 from tasks import Task
 from tasks.in_repl import help_of, source
-from tasks.text import as_text, describe
+from tasks.text import about, as_text, describe
 from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
 
 
 @dataclass(frozen=True)
 class RLMConfig:
-    """How a tree may grow. Saved beside the weights as rlm.json, so that eval.py and rlm.py
-    use what was trained."""
+    """How a tree may grow. Saved beside the weights as rlm.json."""
     max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
     max_turns: int = 6  # messages that the policy may write in one node
     turn_tokens: int = 1024  # sampled tokens of one message, at most
@@ -69,8 +66,7 @@ class RLMConfig:
 def load_config(model_dir: str, positions: float = math.inf,
                 sandbox: str = "auto") -> RLMConfig:
     """rlm.json of a checkpoint, or the defaults. The window is at most the model's
-    positions. `sandbox` depends on this machine, so it is not read from the file. Raises
-    OSError, ValueError, or TypeError for an unknown field."""
+    positions. `sandbox` depends on this machine, so the file does not set it."""
     path = Path(model_dir, "rlm.json")
     saved = read_json(path) if path.exists() else {}
     limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
@@ -94,16 +90,12 @@ def tiny_rlm(kind: ModuleType) -> RLMConfig:
 # ------------------------------------------------------------------------------------------
 # One tree, and many
 
-TRIES = 2  # of a tree
-
-
 async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
                   key: tuple = ()) -> Node:
     """Grow one tree for a task and return its root; the answer is root.answer.
 
     `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
-    mistakes end nodes (`Node.end` says how). Other exceptions come from the machine: a REPL
-    that could not be started, a sampler error. The tree is then lost."""
+    mistakes end nodes (`Node.end` says how). What is raised, the machine has caused."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
     if tree.open(root, task.query, task.context):
@@ -117,29 +109,20 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                   key: tuple = (), groups: Sequence[str] = (), at_once: int = 256,
                   label: str = "", numbers: Sequence[int] = (),
                   score: Callable = tasks.reward) -> list[Rollout]:
-    """One tree with its reward for each question, up to `at_once` side by side, in order.
+    """One tree with its reward for each question, in order.
 
-    A tree's key ends with its place in the list, or with its number in `numbers`, where
-    this process has only a share of the trees. `groups` names those that are compared with
-    each other; without it they are the questions' ids. A `label` shows a progress bar.
-    `score` is described at `reward_of`. Raises REPLError if every tree is lost, and what a
-    user's file or a score raises."""
-    from tqdm import tqdm  # here: whoever asks one question needs none
-
-    gate = asyncio.Semaphore(min(at_once, trees_at_once(config.max_nodes)))
-
+    A tree's key ends with its place in the list, or with its number in `numbers` if this
+    process has only a share of the trees. `groups` says which trees are compared (without
+    it: those of equal ids). Raises REPLError if every tree is lost."""
     async def one(number: int, group: str, task: Task) -> Rollout:
-        async with gate:
-            done = await scored_rollout(
-                task, policy, tokenizer, config, (*key, number), score, group)
-        bar.update()
-        return done
+        return await scored_rollout(
+            task, policy, tokenizer, config, (*key, number), score, group)
 
     numbers = numbers or range(len(questions))
     groups = groups or [task.id for task in questions]
-    hidden = None if label else True  # None: shown in a terminal
-    with tqdm(total=len(questions), desc=label, leave=False, disable=hidden) as bar:
-        rollouts = await asyncio.gather(*map(one, numbers, groups, questions))
+    at_once = min(at_once, trees_at_once(config.max_nodes))
+    trees = [*zip(numbers, groups, questions)]
+    rollouts = await side_by_side(one, trees, at_once, label)
     if rollouts and all(rollout.failed for rollout in rollouts):
         raise REPLError(f"every tree was lost: {rollouts[0].failed}")
     return rollouts
@@ -150,10 +133,10 @@ async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: 
                          grow: Callable = rollout) -> Rollout:
     """One tree, made by `grow`, with its reward.
 
-    A tree that the machine lost is grown once more: if the REPL server is killed, all trees
-    are lost at once. If that fails too, or there is no score, `failed` says why and the
-    reward is 0: keep it out of means and baselines."""
-    for _ in range(TRIES):
+    A tree that the machine lost is grown once more: a killed REPL server loses all trees.
+    If that fails too, or there is no score, `failed` says why and the reward is 0: keep it
+    out of means and baselines."""
+    for _ in range(2):
         try:
             root = await grow(task, policy, tokenizer, config, key)
             break
@@ -237,10 +220,15 @@ class _Tree:
                     return
         node.end = "turns"
 
+    def room(self, node: Node) -> int:
+        """Tokens left in the node's window, estimated where there is no tokenizer."""
+        used = len(node.ids) or sum(about(turn.text) for turn in node.turns)
+        return self.config.window - used
+
     async def sample(self, node: Node) -> None:
         """Add one completion, whose tokens are reserved from the tree's budget first. Sets
         the node's end if nothing is left or the policy refuses."""
-        room = self.config.window - self.size(node)
+        room = self.room(node)
         granted = min(self.config.turn_tokens, room, self.tokens_left)
         if granted < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
@@ -271,15 +259,12 @@ class _Tree:
             node.errors.append(turn)
             return "", " ".join([NO_BLOCK, *hints])
         printed, notes = [], hints
-        room = self.config.limits.output_chars  # for all blocks of a message
         for code in blocks:
             result = await repl.execute(code, partial(self.query, node, context))
             node.repl_seconds += result.seconds
             self.seconds_left -= result.seconds
             if result.stdout:
-                # The REPL has cut the first part already.
-                printed.append(cut(result.stdout, room) if printed else result.stdout)
-                room = max(0, room - len(result.stdout))
+                printed.append(result.stdout)
             if result.error:
                 node.errors.append(turn)
                 notes = [result.error, *hints]
@@ -288,8 +273,7 @@ class _Tree:
             if result.done:
                 node.answer, node.end = result.final, "final"
             elif result.died:
-                # `died` may come from hostile code that answered in the worker's place.
-                node.end = result.died if result.died in ENDS else "protocol"
+                node.end = result.died
             if node.end or result.error:
                 break
         return tuple("\n".join(part.rstrip("\n") for part in parts)
@@ -298,7 +282,7 @@ class _Tree:
     def observe(self, node: Node, query: str, printed: str, notes: str) -> None:
         """Add what the model sees next, halved until another message fits behind it: what
         was printed first, then the notes. Sets the node's end if nothing fits."""
-        room = self.config.window - self.size(node)
+        room = self.room(node)
         most = room - min(self.config.turn_tokens, room // 2)
         shown, told = len(printed), len(notes)
         while True:
@@ -316,10 +300,6 @@ class _Tree:
             node.add(Turn("user", text, tuple(ids)))
         else:
             node.end = "window"
-
-    def size(self, node: Node) -> int:
-        """Tokens of a conversation, estimated where there is no tokenizer."""
-        return len(node.ids) or sum(about(turn.text) for turn in node.turns)
 
     async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
                     contexts: list | None) -> list:
@@ -341,8 +321,7 @@ class _Tree:
             if hasattr(self.kind, "part_score"):
                 child.score = self.kind.part_score(self.task, part, child.answer)
 
-        # If the machine loses one child, the group ends its siblings: the tree is lost.
-        try:
+        try:  # a child that the machine loses ends its siblings: the tree is lost
             async with asyncio.TaskGroup() as group:
                 for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
                     child = Node((*parent.path, len(parent.children)), kind)
@@ -385,22 +364,9 @@ def parse(text: str) -> tuple[list[str], str]:
     return blocks, BLOCK.sub("", text)
 
 
-def cut(text: str, size: int, why: str = "") -> str:
-    """The first `size` characters, and how many are missing, if any are."""
-    if len(text) <= size:
-        return text
-    return f"{text[:size]}\n... [{len(text) - size} characters cut{why}]"
-
-
-def about(text: str) -> int:
-    """Roughly the tokens of a text: one per four bytes. A letter of a script that takes
-    three bytes is most of a token."""
-    return len(text.encode("utf-8", "replace")) // 4
-
-
 def spoken(text: str) -> str:
-    """A message without the thought that it begins with: what follows </think>, or "" if
-    the thought does not end."""
+    """A message without the thought (<think>...</think>) that it begins with; "" if the
+    thought does not end."""
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
     return text
@@ -490,8 +456,7 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0):
 class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
-    `trace` holds the root of the last tree. Raises OSError or ValueError for a directory
-    that is no checkpoint."""
+    `trace` holds the root of the last tree."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
@@ -510,8 +475,7 @@ class RLM:
         self.seed = seed
 
     def completion(self, query: str, context: Any) -> Any:
-        """The answer (any JSON value), or None if the model gave none. In a notebook, where
-        an event loop runs already, await `acompletion`."""
+        """The answer: any JSON value, or None. In a notebook await `acompletion`."""
         return asyncio.run(self.acompletion(query, context))
 
     async def acompletion(self, query: str, context: Any) -> Any:
@@ -524,15 +488,13 @@ class RLM:
 # ------------------------------------------------------------------------------------------
 # The command line
 
-TINY = Path(__file__).parent / "assets" / "tiny"
-
-
 def main() -> None:
     parser = flags.parser("Ask a recursive language model about files. Prints its tree, "
                           "then the answer.")
     add = parser.add_argument
     add("--demo", action="store_true", help="ask about notes that --seed generates")
-    add("--model", default=TINY, help="checkpoint directory (default assets/tiny)")
+    add("--model", default=Path(__file__).parent / "assets" / "tiny",
+        help="checkpoint directory (default assets/tiny)")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     add("question", nargs="?", help="what to ask")
     add("files", nargs="*", help="the context (default standard input)")

@@ -17,7 +17,11 @@ from collections.abc import Callable
 import rlm
 from rlm import RLMConfig
 from tasks import Task, notes
+<<<<<<< HEAD
 from tasks.text import as_text
+=======
+from tasks.text import about
+>>>>>>> 525f4f5 (One way to run trees side by side; a REPL by hand has no task's tools, so repl imports no tasks; what the prompt says of a block's output is what the code does; a reading of the REPL's files for what repeats)
 from tree import Node, Turn
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
@@ -132,7 +136,7 @@ class Reader:
 
         def size(n: int) -> int:
             if self.tokenizer is None:
-                return rlm.about(system + prompt(n))
+                return about(system + prompt(n))
             return len(self.tokenizer.open(system, prompt(n)))
 
         return bisect.bisect(range(1, min(most, 8 * room) + 1), room, key=size)

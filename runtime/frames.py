@@ -13,7 +13,6 @@ The client does not trust the frames of a worker: `read_result` and `read_query`
 """
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,8 +59,7 @@ def take_frame(inbox: bytearray, largest_mb: int) -> tuple[bytes, bytes] | None:
     length += HEADER.size
     if length > len(inbox):
         return None
-    with memoryview(inbox) as view:  # a slice of `inbox` itself would be copied twice
-        data = bytes(view[:length])
+    data = bytes(inbox[:length])
     del inbox[:length]
     return kind, data
 
@@ -91,10 +89,10 @@ def read_query(data: bytes) -> tuple[str, list[str], list | None]:
 
 
 def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """`value` in the types of JSON. A set, a range or an array becomes a list, a dataclass
-    a dict, a number of numpy a number. What has no such type, or is too deep, becomes text.
-    `above` are the ids of the containers around it: a cycle ends at its first repetition.
-    Raises TypeError for a generator, because reading it would use it up."""
+    """`value` in the types of JSON. A set, a range or an array becomes a list, a number of
+    numpy a number. What has no such type, or is too deep, becomes text. `above` are the ids
+    of the containers around it: a cycle ends at its first repetition. Raises TypeError for
+    a generator, because reading it would use it up."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Iterator):
@@ -104,9 +102,6 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
         above = (*above, id(value))
         if hasattr(type(value), "tolist"):  # numpy's; its str leaves the middle out
             return json_value(value.tolist(), above)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = dataclasses.fields(value)
-            value = {field.name: getattr(value, field.name) for field in fields}
         if isinstance(value, Mapping):
             return {str(key): json_value(item, above) for key, item in value.items()}
         if isinstance(value, (set, frozenset)):

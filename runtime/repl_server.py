@@ -1,9 +1,8 @@
 """The server: a small process that forks the REPL workers, and the client's way to it.
 
-`Handle` is the client's end: it starts the server when a REPL first needs it, and hands
-over one socket per REPL. `Server` forks a worker per REPL (`Slot`) and relays the frames of
-worker and client (`Channel`) without reading their JSON. It keeps the clock of each REPL,
-and ends a REPL that overruns it or breaks the protocol.
+The client starts the server when a REPL first needs it, and hands over one socket per REPL
+(`Handle`). The server forks a worker per REPL and relays the frames of worker and client
+without reading their JSON. It ends a REPL that overruns its time or breaks the protocol.
 """
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from runtime.frames import frame, take_frame
 from runtime.sandbox import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
 
-# What model code often imports is imported once, before the forks. Each library slows down
-# every fork, so asyncio and hashlib (which loads OpenSSL) are not here.
+# What model code often imports. Each library slows down every fork, so asyncio and hashlib
+# (which loads OpenSSL) are not here.
 PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "random re statistics string textwrap unicodedata"
@@ -54,8 +53,7 @@ class Handle:
         import tempfile  # here, as the server and its forks do without it
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        most = min(DESCRIPTORS, hard % 2**64)  # -1 is infinity
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, hard % 2**64), hard))
         self.sandbox = sandbox
         self.base = tempfile.mkdtemp(prefix="repl-")  # see `stop`
         # Sequenced packets keep requests apart. The server ends when this socket is closed.
@@ -74,8 +72,7 @@ class Handle:
 
     @classmethod
     def request(cls, sock: socket.socket, limits: Limits, program: str) -> None:
-        """Hand `sock` to the server, which gives it a worker. `program` is the Python of
-        the server; a dead server is replaced. Raises OSError."""
+        """Give `sock` a worker of the server, which runs `program`. Raises OSError."""
         request = json.dumps(asdict(limits)).encode()
         if cls.current and cls.current.sandbox == limits.sandbox:
             with contextlib.suppress(OSError):
@@ -117,11 +114,10 @@ class Channel:
             self.handler(self.slot)
 
     def read(self) -> bytes:
-        """What one recv gets. Raises OSError, and EOFError when the socket ended."""
-        data = self.sock.recv(1 << 18)
-        if not data:
-            raise EOFError
-        return data
+        """What one recv gets. b"" when the socket ended."""
+        with contextlib.suppress(OSError):
+            return self.sock.recv(1 << 18)
+        return b""
 
     def write(self, data: bytes) -> None:
         """Send what the socket takes now. The rest is sent when the selector says so."""
@@ -239,9 +235,8 @@ class Server:
     def from_client(self, slot: Slot) -> None:
         """Read once and pass the bytes on: a large context is never held in full. The
         first bytes of a frame start the clock."""
-        try:
-            data = slot.client.read()
-        except (EOFError, OSError):  # the client closed it
+        data = slot.client.read()
+        if not data:  # the client closed it
             slot.state = "dead"
             self.kill(slot)
             slot.client.close()
@@ -254,8 +249,11 @@ class Server:
 
     def from_worker(self, slot: Slot) -> bool:
         """Read once; False when the socket ended. A forged frame ends only its own REPL."""
+        data = slot.worker.read()
+        if not data:  # make sure that it dies; `reap` tells the client
+            self.kill(slot)
+        slot.inbox += data
         try:
-            slot.inbox += slot.worker.read()
             while (found := take_frame(slot.inbox, slot.limits.frame_mb)) is not None:
                 kind, data = found
                 if slot.state != "running" or kind not in (b"Q", b"D"):
@@ -265,8 +263,6 @@ class Server:
                 if kind == b"D":
                     self.tell_time(slot)
                 slot.client.write(data)
-        except (EOFError, OSError):  # make sure that it dies; `reap` tells the client
-            self.kill(slot)
         except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open

@@ -1,10 +1,9 @@
 """Isolation of the REPL workers: limits, namespaces, a file system, a user id.
 
 The server leaves the network and sees only the system's programs and this Python. Each
-worker gets its own process namespace and writable directory, and those of root also get
-their own user ids. Root needs CAP_SYS_ADMIN for this, other users need user namespaces.
-Where the kernel refuses, or with `sandbox="off"`, a worker has only its limits, a session,
-a directory and a short environment. docs/repl.md says what is not isolated.
+worker gets its own process namespace and directory, those of root also their own user ids.
+Root needs CAP_SYS_ADMIN for this, other users need user namespaces. Without them a worker
+has only its limits, a session, a directory and a short environment (docs/repl.md).
 Left out: other systems than Linux, control groups, system-call filters.
 """
 from __future__ import annotations
@@ -69,13 +68,12 @@ class Sandbox:
     """One kind of isolation. The methods stand in the order of use."""
 
     namespaces: bool
-    mapped: bool = False  # through a user namespace; all workers share one user id
-    user: int = 0  # for root: the first user id of its workers
+    user: int = 0  # the first user id of root's workers; 0: all share one, in a namespace
 
     def enter(self) -> None:
         """In the server. With a user namespace it goes on in a child: after `fork` it can
         only return to a process namespace that this user namespace owns."""
-        if not self.mapped:
+        if self.user or not self.namespaces:
             return
         uid, gid = os.getuid(), os.getgid()
         call("unshare", NEW_USER | NEW_PID)
@@ -161,7 +159,7 @@ class Sandbox:
             options += f",uid={user},gid={user}"
         mount("tmpfs", "/jail/repl", "tmpfs", NOSUID | NODEV, options)
         mount("proc", "/jail/proc", "proc", NOSUID | NODEV)
-        if self.mapped:
+        if not self.user:
             call("unshare", NEW_USER)  # the kernel counts processes for each of these
         os.chroot("/jail")  # from in here no user namespace can be started
         if self.user:
@@ -221,7 +219,7 @@ def show(jail: str, paths: set[str]) -> None:
 
 def choose(sandbox: str, base: str) -> tuple[Sandbox, str]:
     """The first sandbox that works here, and the problems of those before it."""
-    kinds = [Sandbox(True, mapped=True)]
+    kinds = [Sandbox(True)]
     if os.getuid() == 0:  # each server has its own range of user ids
         kinds.insert(0, Sandbox(True, user=USER + os.getpid() % 4000 * REPLS))
     problems = []

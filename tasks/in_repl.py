@@ -1,8 +1,7 @@
 """What tasks need of the REPL: the tools of model code, and code as a model's message.
 
-TOOLS are beside the builtins in the REPL. Their signatures and docstrings (up to the first
-empty line) go into the prompt, and their source goes into the REPL. So a tool is a plain
-function, and imports in its own body what it uses: its file is not there.
+The signatures of TOOLS and their docstrings (up to the first empty line) go into the prompt,
+their source into the REPL. So a tool imports in its own body what it uses.
 """
 import functools
 import inspect
@@ -26,8 +25,7 @@ def search(text, keyword, window=300, bidirectional=True):
     verbatim; window=0 gives just the sentences that contain it. Of a dict of papers: a
     dict, with the passages of those papers that have some.
 
-    `window` characters before (if bidirectional) and after it count; passages that overlap
-    are joined. A list of papers is a dict of their numbers."""
+    A list of papers is a dict of their numbers. Passages that overlap are joined."""
     import bisect
     import re
 

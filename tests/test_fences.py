@@ -70,7 +70,7 @@ TEXT = {"tree", "tasks", "repl", "runtime"}
 
 @pytest.mark.parametrize("name, allowed", [
     ("tree", {"runtime"}), ("tasks", {"tasks", "tree", "runtime"}),
-    ("runtime", {"runtime", "tree"}), ("repl", {"runtime", "tasks"}),
+    ("runtime", {"runtime", "tree"}), ("repl", {"runtime"}),
     ("grpo", {"tree", "runtime"}), ("tokenizer", {"tree", "runtime"}),
     ("model", {"runtime"}),
     ("sampler", {"tree", "model", "runtime"}),

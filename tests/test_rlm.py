@@ -218,14 +218,6 @@ def test_a_message_without_a_complete_block_runs_nothing_and_counts_as_an_error(
     assert (rlm.IN_PROSE in seen(root)[0]) == ("FINAL(4)" in text)
 
 
-@pytest.mark.parametrize("code, answer", [
-    ("FINAL(None)", None), ("FINAL([1, {'a': 2.5}])", [1, {"a": 2.5}]),
-    ("answer['content'] = 3\nanswer['ready'] = True", 3)])
-def test_whatever_is_given_to_final_ends_the_node(code, answer):
-    root = grow({(): block(code)})
-    assert (root.answer, root.end, root.errors) == (answer, "final", [])
-
-
 @pytest.mark.parametrize("last, end", [
     ("x = 1", "turns"), ("while True: pass", "timeout"), ("x = 1" + " " * 9000, "window")])
 def test_a_node_without_final_answers_with_what_it_has_put_into_answer(last, end):
@@ -266,9 +258,6 @@ def test_sampled_tokens_are_reserved_before_and_refunded_after(tiny):
     assert root.answer[3].startswith("Error") and "budget of tokens" in root.answer[3]
     refused = [n for n in root.children if n.end == "budget"]
     assert refused and all(n.sampled == 0 and n.answer is None for n in refused)
-    one_by_one = grow({(): block("FINAL([llm_query('x') for _ in range(4)])"), "*": "ok"},
-                     tokenizer=tiny, turn_tokens=60, tree_tokens=150)
-    assert one_by_one.answer == ["ok"] * 4  # the same budget, refunded in between
 
 
 def test_the_trees_seconds_in_code_end_nodes_with_budget():
@@ -279,16 +268,6 @@ def test_the_trees_seconds_in_code_end_nodes_with_budget():
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
     assert 0.3 <= root.children[0].repl_seconds < 30
-
-
-def test_waiting_for_the_model_costs_neither_the_tree_nor_the_block_any_time():
-    async def policy(node, max_tokens, key):
-        await asyncio.sleep(0.8)
-        return Completion("late" if node.path else block("FINAL(llm_query('x'))"))
-
-    root = grow(policy, limits=Limits(seconds=0.6), seconds=0.6)
-    assert (root.answer, root.end) == ("late", "final")
-    assert 0 < root.repl_seconds < 0.6
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
@@ -323,16 +302,12 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
 
 @pytest.mark.parametrize("window", [32_000, 1600])
 def test_an_error_is_shown_however_much_was_printed(tiny, window):
-    """The first messages print more than is shown; the second one in its second block."""
-    first, second = block("print('x' * 9000); 1 / 0"), block("print('y' * 5000)")
-    second += "\n" + block("print('z' * 7000)") + "\n" + block("FINAL(nothing)")
-    root = grow({(): [first, second, block("FINAL(1)")]}, tokenizer=tiny, window=window,
-               turn_tokens=100, limits=Limits(output_chars=8000))
-    one, *more = seen(root)
-    assert "ZeroDivisionError" in one and "xxx" in one and "characters cut" in one
-    if window == 32_000:
-        assert "z" * 2999 + "\n... [4002 characters cut]" in more[0]
-        assert "NameError" in more[0] and root.answer == 1
+    first = block("print('x' * 9000)") + "\n" + block("print('y' * 9000); 1 / 0")
+    root = grow({(): [first, block("FINAL(1)")]}, tokenizer=tiny, window=window,
+                turn_tokens=100, limits=Limits(output_chars=8000))
+    [shown] = seen(root)
+    assert "ZeroDivisionError" in shown and "xxx" in shown and "characters cut" in shown
+    assert ("yyy" in shown) == (window == 32_000)
 
 
 @pytest.mark.parametrize("code, end", [
