@@ -17,11 +17,7 @@ from collections.abc import Callable
 import rlm
 from rlm import RLMConfig
 from tasks import Task, notes
-<<<<<<< HEAD
-from tasks.text import as_text
-=======
-from tasks.text import about
->>>>>>> 525f4f5 (One way to run trees side by side; a REPL by hand has no task's tools, so repl imports no tasks; what the prompt says of a block's output is what the code does; a reading of the REPL's files for what repeats)
+from tasks.text import about, as_text
 from tree import Node, Turn
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
