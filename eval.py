@@ -222,7 +222,7 @@ def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None)
 
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
                  score: Callable = tasks.reward) -> tuple[dict, Rollout]:
-    """-> (the record of a method's answer, with its tokens and seconds; its tree)."""
+    """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, reused, sampled
     begun = time.monotonic()
     grow = rlm.rollout

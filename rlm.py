@@ -95,7 +95,7 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     """Grow one tree for a task and return its root; the answer is root.answer.
 
     `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
-    mistakes end nodes (`Node.end` says how). What is raised, the machine has caused."""
+    mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
     if tree.open(root, task.query, task.context):
@@ -112,8 +112,8 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     """One tree with its reward for each question, in order.
 
     A tree's key ends with its place in the list, or with its number in `numbers` if this
-    process has only a share of the trees. `groups` says which trees are compared (without
-    it: those of equal ids). Raises REPLError if every tree is lost."""
+    process has only a share of the trees. `groups` names the group of each tree; the
+    default is its question's id. Raises REPLError if every tree is lost."""
     async def one(number: int, group: str, task: Task) -> Rollout:
         return await scored_rollout(
             task, policy, tokenizer, config, (*key, number), score, group)

@@ -68,7 +68,7 @@ class Sandbox:
     """One kind of isolation. The methods stand in the order of use."""
 
     namespaces: bool
-    user: int = 0  # the first user id of root's workers; 0: all share one, in a namespace
+    user: int = 0  # for root: the first user id of its workers; else they share one
 
     def enter(self) -> None:
         """In the server. With a user namespace it goes on in a child: after `fork` it can

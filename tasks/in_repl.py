@@ -1,7 +1,7 @@
 """What tasks need of the REPL: the tools of model code, and code as a model's message.
 
-The signatures of TOOLS and their docstrings (up to the first empty line) go into the prompt,
-their source into the REPL. So a tool imports in its own body what it uses.
+The prompt gets the signatures of TOOLS and their docstrings (up to the first empty line).
+The REPL gets their source. So a tool imports in its own body what it uses.
 """
 import functools
 import inspect
