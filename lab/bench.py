@@ -57,25 +57,18 @@ def sampler(samples: dict[str, list[float]]) -> None:
     batch, padded on the left. Both sides run in turn, from an empty cache.
 
     tree_vs_transformers, uniform_vs_transformers: the seconds of transformers over ours.
-    work_over_minimum: positions that our sampler computed on the tree over the fewest that
-        will do, each beginning of a conversation once.
     """
     torch.manual_seed(0)
     model = Qwen3(SMALL)
     ours, theirs = Sampler(model, memory=3 << 30, batch=64), in_transformers(model)
     for name, load in (("uniform", uniform_load), ("tree", tree_load)):
         for _ in range(REPEATS):
-            nodes, before = load(), ours.stats["computed"]
+            nodes = load()
             ours.load(model)
             seconds = seconds_of(lambda: asyncio.run(converse(ours, nodes)))
             peers = load()
             peer = seconds_of(lambda: converse_with_transformers(theirs, peers))
             samples[f"{name}_vs_transformers"].append(peer / seconds)
-    # The last token that a conversation samples is never computed.
-    ends = [node.ids[:-1] for root in nodes for node in (root, *root.children)]
-    least = len({hash(tuple(ids[:n + 1])) for ids in ends for n in range(len(ids))})
-    computed = ours.stats["computed"] - before
-    samples["work_over_minimum"].append(computed / least)
 
 
 @dataclass

@@ -29,7 +29,7 @@ if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
 # Rows of the output matrix in one product on a CPU, which converts them to float32. So few
 # stay in its cache: five times as fast for 8 requests of SmolLM2 in bfloat16.
 HEAD_PART = 1024
-# Numbers of requests for which a CUDA graph is made.
+# Numbers of requests for which a CUDA graph is made, up to the largest batch.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -235,8 +235,7 @@ class FlashPages:
         self.columns = 2 + -(-window // pool.shape[3])  # token, length, page table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs
-        enough = next((size for size in GRAPH_SIZES if size >= batch), GRAPH_SIZES[-1])
-        self.sizes = [size for size in GRAPH_SIZES if size <= enough]
+        self.sizes = [size for size in GRAPH_SIZES if size < batch] + [batch]
         if pool.is_cuda:
             self.stream = torch.cuda.Stream()  # one for all: each has a workspace of cuBLAS
             with torch.inference_mode():
@@ -248,8 +247,7 @@ class FlashPages:
 
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, and their logits, (B, V) float32."""
-        decoding = all(request.computed + 1 == len(request.ids) for request, _ in step)
-        if decoding and len(step) <= self.sizes[-1]:
+        if all(request.computed + 1 == len(request.ids) for request, _ in step):
             return sampling(step), self._replay(step)
 
         ones = [pair for pair in step if pair[1] == 1]

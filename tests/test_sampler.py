@@ -13,9 +13,7 @@ import torch
 import runtime.pages
 import sampler as sampler_module
 from model import Qwen3, Qwen3Config
-from rlm import local_policy
 from sampler import Request, Sampler, SamplerError
-from tree import Node, Turn
 
 VOCAB, WINDOW = 29, 48
 
@@ -339,47 +337,7 @@ def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_window_or_pool
     assert got.usage == {"prompt": length, "reused": 0, "sampled": sampled}
 
 
-# --- sampler and trainer ------------------------------------------------------------------
-
-class Letters:
-    """What local_policy needs of a tokenizer."""
-    stop_ids = frozenset({0, 1})
-
-    def decode(self, ids):
-        return "".join(chr(97 + i) for i in ids)
-
-
-def test_the_trainers_logprobs_of_a_conversation_are_the_samplers():
-    """Three turns of a node through local_policy, eight nodes at once, three in a batch."""
-    sampler = make(batch=3, window=64)
-    policy = local_policy(sampler, Letters(), temperature=0.8)
-
-    async def converse(i):
-        node = Node((i,), turns=[Turn("user", "", (5, 6, 7, 8 + i % 3, 9))])
-        for turn in range(3):
-            done = await policy(node, 9, (0, node.path, turn))
-            stopped = done.stop == "stop"
-            assert done.text == Letters().decode(done.ids[:-1] if stopped else done.ids)
-            assert stopped == (done.ids[-1] in Letters.stop_ids)
-            assert not Letters.stop_ids & set(done.ids[:-1])
-            node.add(Turn("assistant", done.text, done.ids, done.logprobs))
-            node.add(Turn("user", "", (2 + turn, 3, 10 + i)))
-        return node
-
-    async def main():
-        return await asyncio.gather(*(converse(i) for i in range(8)))
-
-    nodes = asyncio.run(main())
-    assert sampler.stats["reused"] > 0
-    width = max(len(node.ids) for node in nodes)
-    ids = torch.tensor([node.ids + [0] * (width - len(node.ids)) for node in nodes])
-    mask = torch.tensor([node.mask + [0] * (width - len(node.ids)) for node in nodes])
-    with torch.no_grad():
-        got, _ = MODEL.logprobs(ids, mask)
-    want = [p for node in nodes for p, m in zip(node.logprobs, node.mask) if m]
-    assert sum(node.sampled for node in nodes) == len(want) > 8 * 3
-    assert close(got.tolist(), want)
-
+# --- weights --------------------------------------------------------------------------------
 
 def test_the_sampler_keeps_its_own_weights_until_load_brings_new_ones():
     trained = build(0)
