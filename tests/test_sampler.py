@@ -337,7 +337,7 @@ def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_window_or_pool
     assert got.usage == {"prompt": length, "reused": 0, "sampled": sampled}
 
 
-# --- weights --------------------------------------------------------------------------------
+# --- weights ---------------------------------------------------------------------------
 
 def test_the_sampler_keeps_its_own_weights_until_load_brings_new_ones():
     trained = build(0)
