@@ -54,9 +54,7 @@ def sampler(samples: dict[str, list[float]]) -> None:
     root waits for 4 children of 2 turns, all with the same 500 tokens. A turn is 64 sampled
     tokens, and 200 of observation follow. The uniform load: 16 prompts of 512 tokens, one
     turn each. transformers has the same weights; there all nodes at the same turn are a
-    batch, padded on the left. Both sides run in turn, from an empty cache.
-
-    tree_vs_transformers, uniform_vs_transformers: the seconds of transformers over ours.
+    batch, padded on the left. A figure is its seconds over ours, from an empty cache.
     """
     torch.manual_seed(0)
     model = Qwen3(SMALL)

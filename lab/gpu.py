@@ -98,8 +98,14 @@ def update_all(samples: dict, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     """
     name = "lora" if rank else "update"
     plan = Plan(config, tokens, tokens, rank, torch.bfloat16, 0, recompute=True)
-    rows = [make_row(random_ids(random.Random(i), tokens)) for i in range(16)]
-    model = random_model(config, rank, trained=True)
+    mask = [i // 64 % 2 for i in range(tokens)]  # every other 64 tokens are sampled
+    rows = [Row(random_ids(random.Random(i), tokens), mask, [-10.0] * tokens,
+                [1.0] * sum(mask), 1e-3) for i in range(16)]
+    if rank:
+        model = random_model(config).add_lora(rank, 32.0)
+    else:
+        model = random_model(config, torch.float32)
+        parallel.shard(model, torch.bfloat16)
     model.recompute = True
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
@@ -108,8 +114,8 @@ def update_all(samples: dict, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     layers = plan.parameters[0] - plan.parameters[1]
     head = config.vocab_size * config.hidden_size
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    work = 6 * sum(layers * tokens + head * sum(row.mask) + width * tokens ** 2
-                   for row in rows)
+    work = 6 * len(rows) * (
+        layers * tokens + head * sum(mask) + width * tokens ** 2)
     for repeat in range(REPEATS + 1):
         seconds = seconds_of(lambda: update(model, optimizer, rows, tokens))
         if repeat:  # the first does not count
@@ -119,13 +125,6 @@ def update_all(samples: dict, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     planned = sum(size for part, size in plan.need().items() if part not in SAMPLING)
     samples[f"{name}_peak_gib"].append(peak / GIB)
     samples[f"{name}_plan_over_peak"].append(planned / peak)
-
-
-def make_row(ids: list[int]) -> Row:
-    """Every other 64 tokens are sampled."""
-    mask = [i // 64 % 2 for i in range(len(ids) - 1)] + [1]
-    logprobs = [-10.0 * sampled for sampled in mask]
-    return Row(ids, mask, logprobs, [1.0] * sum(mask), 1e-3)
 
 
 def update(model, optimizer, rows: list[Row], max_tokens: int) -> None:
@@ -146,16 +145,9 @@ def generate(sampler: Sampler, rows: list[list[int]], tokens: int) -> list:
     return asyncio.run(gather())
 
 
-def random_model(config: Qwen3Config, rank: int = 0, trained: bool = False) -> Qwen3:
-    """In bfloat16, with adapters if these are trained; or in float32 and sharded, as
-    train.py has it, if all weights are."""
+def random_model(config: Qwen3Config, dtype: torch.dtype = torch.bfloat16) -> Qwen3:
     with torch.device(DEVICE):
-        model = Qwen3(config)
-    if trained and not rank:
-        parallel.shard(model, torch.bfloat16)
-        return model
-    model.to(torch.bfloat16)
-    return model.add_lora(rank, 32.0) if rank else model
+        return Qwen3(config).to(dtype)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ The weights are written in float16, 269 MB, which rounds them far less than the 
 Beside them is rlm.json, with prompts and limits that suit a small model on a CPU.
 
 Two things are not as in the file. llama.cpp orders the rows of q and k for its own form of
-the rotary positions, which is undone here. And of how text is cut into words, a GGUF says
-only "smollm"; tokenizer.json spells it out: each digit alone, then GPT-2's pattern.
+the rotary positions, which is undone here. A GGUF does not say how text is cut into words;
+tokenizer.json does: each digit alone, then GPT-2's pattern.
 """
 import importlib.util
 import os
@@ -56,11 +56,8 @@ TENSORS = {
 
 
 def in_order(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k (outputs, inputs) as Hugging Face orders them.
-
-    It turns the numbers i and i + E/2 of a head together, llama.cpp the numbers 2i and
-    2i + 1. So llama.cpp's files have them side by side.
-    """
+    """Rows of q or k (outputs, inputs) as Hugging Face orders them. It turns the numbers i
+    and i + E/2 of a head together, llama.cpp the numbers 2i and 2i + 1."""
     outputs, inputs = weight.shape
     pairs = weight.reshape(heads, outputs // heads // 2, 2, inputs)  # H E/2 2 inputs
     return pairs.swapaxes(1, 2).reshape(outputs, inputs)

@@ -38,10 +38,8 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # --- config.json --------------------------------------------------------------------------
 
 def read_config(path: str) -> dict[str, Any]:
-    """The fields of config.json that model.py uses, and others. A null is left out.
-
-    Raises FileNotFoundError, or ValueError with one line that names the file and the field.
-    """
+    """The fields of config.json; a null is left out. Raises FileNotFoundError, or
+    ValueError with one line that names the file and the field."""
     raw = {field: value for field, value in read_json(path).items() if value is not None}
     refused = [field for field, only in ONLY.items() if raw.get(field, only) != only]
     if raw.get("model_type") not in FAMILIES:
@@ -78,10 +76,8 @@ def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
 # --- weights ------------------------------------------------------------------------------
 
 def read_weights(path: str, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for each of the `wanted`, as stored, from a checkpoint's files.
-
-    Raises FileNotFoundError or ValueError, with one line, before the first tensor is read.
-    """
+    """`read_tensors` of a checkpoint's files. Raises FileNotFoundError or ValueError, with
+    one line, before the first tensor is read."""
     names = ["model.safetensors"]
     index = os.path.join(path, INDEX)
     if os.path.exists(index):

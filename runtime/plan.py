@@ -35,11 +35,6 @@ class Plan:
     device: str = DEVICE
 
     @property
-    def element(self) -> int:
-        """Bytes per number of `dtype`."""
-        return self.dtype.itemsize
-
-    @property
     def widths(self) -> tuple[int, int, int, int]:
         """D, H, K, M of the sums below: hidden size, query heads, key heads, MLP."""
         c = self.config
@@ -68,7 +63,7 @@ class Plan:
     def seen_cost(self) -> float:
         """What a row costs for each token that another row has computed: it keeps a copy of
         the token's keys and values. As a share of what a computed token keeps."""
-        size = 4 if self.device == "cpu" else self.element
+        size = 4 if self.device == "cpu" else self.dtype.itemsize
         return 2 * self.widths[2] * size / self.kept_bytes
 
     @property
@@ -79,9 +74,9 @@ class Plan:
         normed = 2 * D + H + K if self.config.model_type == "qwen3" else 2 * D
         norms = (4 if self.rank else 8) * normed
         # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
-        kept = norms + self.element * (2 * D + 2 * H + 2 * K + 4 * M)
+        kept = norms + self.dtype.itemsize * (2 * D + 2 * H + 2 * K + 4 * M)
         if self.device == "cpu":  # short rows attend in float32, each by itself
-            kept += 4 * (2 * H + 2 * K) - self.element * (H + 2 * K)
+            kept += 4 * (2 * H + 2 * K) - self.dtype.itemsize * (H + 2 * K)
         return kept
 
     def activations(self) -> int:
@@ -91,11 +86,11 @@ class Plan:
         layer = self.row * self.kept_bytes
         kept, running = layers * layer, 0
         if self.recompute:
-            kept, running = layers * self.row * D * self.element, layer
+            kept, running = layers * self.row * D * self.dtype.itemsize, layer
         # The gradients of the product, of SiLU and of the gate exist at the same time.
-        mlp = 3 * self.row * M * self.element
+        mlp = 3 * self.row * M * self.dtype.itemsize
         head = 2 * min(LOGITS_BYTES, self.row * vocabulary * 4)
-        head += 3 * self.row * D * self.element
+        head += 3 * self.row * D * self.dtype.itemsize
 
         table = 0 if self.rank else vocabulary * D * 4  # the head's gradient is first
         return kept + max(head, running + mlp) + table
@@ -106,24 +101,24 @@ class Plan:
         model, table, layer, adapters = self.parameters
         # What is complete at a time of a sharded model: the embedding, two layers to
         # compute with, gradients of one, and the same in float32 to sum them over ranks.
-        gathered = (table + 2 * layer) * self.element
-        trained, weights = adapters, model * self.element + 4 * adapters
+        gathered = (table + 2 * layer) * self.dtype.itemsize
+        trained, weights = adapters, model * self.dtype.itemsize + 4 * adapters
         if not self.rank:
-            gathered += (table + layer) * (self.element + 4)
+            gathered += (table + layer) * (self.dtype.itemsize + 4)
             trained, weights = model, 4 * model
-        casts = ranks > 1 or (not self.rank and self.element != 4)
+        casts = ranks > 1 or (not self.rank and self.dtype.itemsize != 4)
         copies = casts or (self.rank and not self.apart)
         parts = {
             "weights": weights // ranks,
             "gradients": 4 * trained // ranks,
             "optimizer": 8 * trained // ranks,
             "gathered": gathered if casts else 0,
-            "sampler copy": model * self.element if copies else 0,
+            "sampler copy": model * self.dtype.itemsize if copies else 0,
             "activations": self.activations(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
-        size = 2 * self.config.num_hidden_layers * self.widths[2] * self.element
+        size = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
         size *= self.window
         room = int(DEVICE_SHARE * self.have - sum(parts.values()))
         cache = max(1, min(room // (times * size), MOST_WINDOWS)) * size
