@@ -28,7 +28,7 @@ ANSWER, OBSERVATION = 64, 200  # tokens of a sampled turn, and of what follows i
 
 
 def in_transformers(model: Qwen3) -> torch.nn.Module:
-    """The same weights there."""
+    """transformers' model with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = hf.config_json(model.config, torch.float32)

@@ -51,7 +51,7 @@ class PackedRows:
         # If nothing is shared, the keys of the rows are those that are computed.
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
-        # SDPA takes its last query for the n-th key. So rows that share need a mask.
+        # SDPA's own causal mask begins at the first key. Rows that share need another.
         self.masks = [None if n == all else lower_right(n, all, device)
                       for n, all in counts]
 

@@ -4,9 +4,9 @@
 `forward` writes the keys and values of a step into the pages and returns the requests that
 sample and their logits; `reset` forgets everything that is not in the pages.
 
-A step is a list of (request, n): the request computes its next n tokens. Of a request they
-read `ids` (its tokens), `computed` (how many of these are in its pages) and `pages` (its
-page table). Which request computes what, and who owns which page, is for sampler.py.
+A step is a list of (request, n): the request computes its next n tokens. A request has
+`ids` (its tokens), `computed` (how many of these are in its pages) and `pages` (its page
+table). Which request computes what, and who owns which page, is for sampler.py.
 
 Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query and K
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
@@ -101,8 +101,8 @@ def page_table(request, length: int, size: int) -> list[int]:
 
 
 class Prompts:
-    """Requests that compute several tokens, which begin at the token `first` of the step.
-    SDPA, one after another, over keys and values gathered from the pages."""
+    """SDPA for requests that compute several tokens, one request after another, over keys
+    and values gathered from the pages. Their tokens begin at `first` in the step."""
 
     def __init__(self, step: list, first: int, pool: Tensor):
         self.pool = pool
@@ -124,7 +124,7 @@ class Prompts:
 
 
 class GatheredRows:
-    """SDPA over rows of keys and values, for CPUs and where Triton is not.
+    """SDPA over rows of keys and values, for CPUs and for GPUs without Triton.
 
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
