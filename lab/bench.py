@@ -50,23 +50,21 @@ def seconds_of(run) -> float:
 def sampler(samples: dict[str, list[float]]) -> None:
     """The sampler, beside transformers' `generate`.
 
-    The tree load: 8 roots with the same 1,000 tokens take 3 turns each; after its first a
+    The load: 8 roots with the same 1,000 tokens take 3 turns each; after its first a
     root waits for 4 children of 2 turns, all with the same 500 tokens. A turn is 64 sampled
-    tokens, and 200 of observation follow. The uniform load: 16 prompts of 512 tokens, one
-    turn each. transformers has the same weights; there all nodes at the same turn are a
-    batch, padded on the left. A figure is its seconds over ours, from an empty cache.
+    tokens, and 200 of observation follow. transformers has the same weights; there all
+    nodes at the same turn are a batch, padded on the left. The figure is its seconds over
+    ours, from an empty cache.
     """
     torch.manual_seed(0)
     model = Qwen3(SMALL)
     ours, theirs = Sampler(model, memory=3 << 30, batch=64), in_transformers(model)
-    for name, load in (("uniform", uniform_load), ("tree", tree_load)):
-        for _ in range(REPEATS):
-            nodes = load()
-            ours.load(model)
-            seconds = seconds_of(lambda: asyncio.run(converse(ours, nodes)))
-            peers = load()
-            peer = seconds_of(lambda: converse_with_transformers(theirs, peers))
-            samples[f"{name}_vs_transformers"].append(peer / seconds)
+    for _ in range(REPEATS):
+        ours.load(model)
+        nodes, peers = tree_load(), tree_load()
+        seconds = seconds_of(lambda: asyncio.run(converse(ours, nodes)))
+        peer = seconds_of(lambda: converse_with_transformers(theirs, peers))
+        samples["tree_vs_transformers"].append(peer / seconds)
 
 
 @dataclass
@@ -93,11 +91,6 @@ def tree_load() -> list[Talk]:
             for i in range(8)]
 
 
-def uniform_load() -> list[Talk]:
-    rng = random.Random(1)
-    return [Talk(random_ids(rng, 512), 1, str(i)) for i in range(16)]
-
-
 async def converse(sampler: Sampler, nodes: list[Talk]) -> None:
     """Every node is a coroutine, as in a rollout."""
     async def run(node: Talk) -> None:
@@ -114,7 +107,7 @@ def converse_with_transformers(model, nodes: list[Talk]) -> None:
     """The same in batches: first turns, then those of all children, then the others."""
     children = [child for node in nodes for child in node.children]
     batches = [(nodes, 0), (children, 0), (children, 1), (nodes, 1), (nodes, 2)]
-    for batch, turn in batches if children else batches[:1]:
+    for batch, turn in batches:
         rows = [node.ids for node in batch]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])  # B T

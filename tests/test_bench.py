@@ -22,10 +22,8 @@ def test_what_is_compared_on_a_cpu(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ANSWER", 4)
     monkeypatch.setattr(sys, "argv", ["bench.py", "sampler"])
     bench.main({"sampler": bench.sampler})
-    figures = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
-    assert [figure[0] for figure in figures] == [
-        "uniform_vs_transformers", "tree_vs_transformers"]
-    assert min(float(figure[1]) for figure in figures) > 0
+    name, median, *_ = capsys.readouterr().out.splitlines()[-1].split()
+    assert name == "tree_vs_transformers" and float(median) > 0
 
 
 @pytest.mark.parametrize("part, changes", [
