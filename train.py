@@ -127,7 +127,7 @@ def train(config: Config, world: World) -> None:
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, window=plan.window)
     if plan != wanted:
-        print(plan.table())
+        print(plan.table(wanted))
     print(settings.opening(config, rlm_config, plan.dtype), resuming(config, world))
     if not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory; see what "
@@ -416,7 +416,7 @@ def planned(config: Config, world: World) -> str:
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
     wanted = plan_of(config, shape, limits.window, free_memory(world))
-    return wanted.fitted(world.size).table()
+    return wanted.fitted(world.size).table(wanted)
 
 
 if __name__ == "__main__":

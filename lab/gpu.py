@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from grpo import GRPOConfig, Row, policy_loss
-from lab.bench import main, random_ids, seconds_of
+from grpo import Row
+from lab.bench import main, random_ids, seconds_of, update
 from model import Qwen3, Qwen3Config
 from runtime import parallel
 from runtime.device import DEVICE
-from runtime.packing import collate, micro_batches
+from runtime.packing import collate
 from runtime.pages import attention_for
 from runtime.plan import GIB, Plan
 from sampler import Sampler
@@ -125,16 +125,6 @@ def update_all(samples: dict, config: Qwen3Config = QWEN3_4B, tokens: int = 4096
     planned = sum(size for part, size in plan.need().items() if part not in SAMPLING)
     samples[f"{name}_peak_gib"].append(peak / GIB)
     samples[f"{name}_plan_over_peak"].append(planned / peak)
-
-
-def update(model, optimizer, rows: list[Row], max_tokens: int) -> None:
-    for rows_of_pack in micro_batches(rows, max_tokens):
-        pack = collate(rows_of_pack, DEVICE)
-        logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-        policy_loss(logprobs, entropies, pack, GRPOConfig())[0].backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def generate(sampler: Sampler, rows: list[list[int]], tokens: int) -> list:

@@ -4,6 +4,8 @@ prefix is computed once. runtime/pages.py has the attention of the sampler.
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen.
 """
+import contextlib
+import inspect
 from itertools import accumulate
 
 import numpy as np
@@ -12,6 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.packing import by_prefix
+
+varlen_attn = None
+if torch.cuda.is_available():  # only there is it used, and it takes a second to load
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+            varlen_attn = None  # before torch 2.12: SDPA, row by row
 
 
 class PackedRows:
@@ -51,16 +60,22 @@ class PackedRows:
         # If nothing is shared, the keys of the rows are those that are computed.
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
+        # Where each row begins, and where the last ends: (B + 1,).
+        self.starts = [tensor(np.cumsum((0, *n))).int() for n in (self.new, self.all)]
         # SDPA's own causal mask begins at the first key. Rows that share need another.
         self.masks = [None if n == all else lower_right(n, all, device)
                       for n, all in counts]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the model calls in every layer: q and the result (1, H, C, E), k and v
-        (1, K, C, E). SDPA, one row after another."""
+        (1, K, C, E). All rows in one call where there is a kernel for it, else each."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
             k, v = Gather.apply(k, self.keys), Gather.apply(v, self.keys)  # S K E
+        if varlen_attn is not None and q.is_cuda and q.dtype == torch.bfloat16:
+            out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
+                              window_size=(-1, 0), enable_gqa=True)  # C H E
+            return out.transpose(0, 1)[None]  # 1 H C E
         parts = zip(q.split(self.new), k.split(self.all), v.split(self.all), self.masks)
         return torch.cat([causal(*part) for part in parts], 2)  # 1 H C E
 

@@ -16,6 +16,7 @@ LOGITS_BYTES = 1 << 27  # float32 logits at a time, as model.py has it
 MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
 DEVICE_SHARE = 0.9  # of the device, for the cache and everything else together
 GIB = 1 << 30
+CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
@@ -141,12 +142,19 @@ class Plan:
             plan = replace(plan, window=window, row=min(self.row, max(window, LEAST_ROW)))
         return plan
 
-    def table(self) -> str:
-        """For people: what this run takes on each of one and of eight cards."""
+    def table(self, wanted: "Plan") -> str:
+        """For people: what this run takes on each of one and of eight cards, and by the
+        size of a card the largest window that fits, up to that of `wanted`."""
         needs = [self.need(n) for n in (1, 8)]
         needs = [need | {"sum": sum(need.values())} for need in needs]
         rows = [("cards", 1, 8)]
         rows += [(part, *(readable(need[part]) for need in needs)) for part in needs[0]]
+        for card in CARDS:
+            plan = replace(
+                wanted, have=(card - 1) * GIB, device="cuda", dtype=torch.bfloat16)
+            fitted = [(plan.fitted(n), n) for n in (1, 8)]
+            cells = [f"{p.window:,}" if p.fits(n) else "-" for p, n in fitted]
+            rows.append((f"window, {card} GB", *cells))
         model, *_, adapters = self.parameters
         return "\n".join([
             f"{model:,} parameters, {adapters:,} in adapters; a window of {self.window:,} "

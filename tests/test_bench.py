@@ -15,15 +15,19 @@ TINY = Qwen3Config(
 
 
 @pytest.mark.slow
-def test_what_is_compared_on_a_cpu(monkeypatch, capsys):
+@pytest.mark.parametrize("name, expected", [
+    ("sampler", ["tree_vs_transformers", "work_over_minimum"]),
+    ("train", ["update_vs_transformers", "shared_vs_transformers"])])
+def test_what_is_compared_on_a_cpu(name, expected, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "SMALL", TINY)
     monkeypatch.setattr(bench, "REPEATS", 1)
     monkeypatch.setattr(bench, "ANSWER", 4)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "sampler"])
-    bench.main({"sampler": bench.sampler})
-    name, median, *_ = capsys.readouterr().out.splitlines()[-1].split()
-    assert name == "tree_vs_transformers" and float(median) > 0
+    monkeypatch.setattr(sys, "argv", ["bench.py", name])
+    bench.main({name: getattr(bench, name)})
+    figures = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [figure[0] for figure in figures] == expected
+    assert min(float(figure[1]) for figure in figures) > 0
 
 
 @pytest.mark.parametrize("part, changes", [

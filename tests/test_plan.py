@@ -134,9 +134,15 @@ def test_a_plan_is_changed_as_little_as_makes_it_fit():
     assert not several.apart  # each rank has a share of the weights, and needs a copy
 
 
-def test_the_table_adds_up():
-    plan = of(have=1000 * GB)
-    lines = [line.split() for line in plan.table().splitlines()]
-    assert lines[0][0] == "4,022,468,096" and lines[1] == ["cards", "1", "8"]
-    sums = [readable(sum(plan.need(ranks).values())) for ranks in (1, 8)]
-    assert lines[-1] == ["sum", *" ".join(sums).split()]
+def test_the_table_adds_up_and_says_which_window_fits():
+    plans = of(have=1000 * GB), of(rank=16, have=1000 * GB)
+    full, lora = ([line.split() for line in p.table(p).splitlines()] for p in plans)
+    assert full[0][0] == "4,022,468,096" and full[1] == ["cards", "1", "8"]
+    sums = [readable(sum(plans[0].need(ranks).values())) for ranks in (1, 8)]
+    assert ["sum", *" ".join(sums).split()] in full
+    for rank, lines in ((0, full), (16, lora)):
+        for card, line in zip(plan.CARDS, lines[-len(plan.CARDS):], strict=True):
+            for n, cell in zip([1, 8], line[3:], strict=True):
+                here = of(rank=rank, have=(card - 1) * plan.GIB, device="cuda",
+                          apart=n == 1 and rank > 0)
+                assert (cell == "-") == (not replace(here, window=4096, row=4096).fits(n))
