@@ -154,7 +154,8 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
         given = credits[node]
         turns = [turn for turn in node.turns if turn.sampled]
         if len(given.advantages) != len(turns):
-            raise ValueError(f"node {node.path}: not one advantage per sampled turn")
+            raise ValueError(f"node {node.path}: {len(given.advantages)} advantages for "
+                             f"{len(turns)} sampled turns")
         if node.sampled and (any(given.advantages) or config.kl):
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]

@@ -76,7 +76,7 @@ def load_config(model_dir: str, positions: float = math.inf,
 
 # The trees of the tiny model that train.py makes.
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     tree_tokens=1500, seconds=60.0, style="brief", scratch=True,
+                     seconds=60.0, style="brief", scratch=True,
                      limits=Limits(seconds=5.0, output_chars=200))
 
 
@@ -330,7 +330,7 @@ class _Tree:
                         parent.children.append(child)
                         group.create_task(answer(i, child, prompt, part))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise errors.exceptions[0]
         return values
 
 

@@ -293,7 +293,7 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
         [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
         [trees[n][1] for n in mine], numbers=mine, label=label, score=score))
     # Every rank knows the questions, so only the trees are exchanged.
-    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts)}
+    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts, strict=True)}
     grown = {n: tree for part in run.world.gather(share) for n, tree in part.items()}
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 

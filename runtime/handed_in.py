@@ -50,4 +50,5 @@ def is_theirs(error: BaseException) -> bool:
     if isinstance(error, Unscored):
         return False
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename in _files for frame, _ in frames)
+    here = any(frame.f_code.co_filename in _files for frame, _ in frames)
+    return here or (error.__cause__ is not None and is_theirs(error.__cause__))

@@ -133,7 +133,7 @@ class Run:
         after the checkpoint is forgotten. `rlm_config` becomes the rlm.json beside all
         weights."""
         self.tokenizer, self.rlm_config = tokenizer, rlm_config
-        self.began = time.monotonic() - self.state.seconds
+        self.began -= self.state.seconds
         if self.world.rank == 0:
             os.makedirs(self.out, exist_ok=True)
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:

@@ -125,7 +125,7 @@ def test_rows_take_what_an_objective_says():
     given = {root: Credit([1.0, -2.0], 3.0), root.children[1]: Credit([0.0, 0.0], 1.0)}
     (row,) = make_rows([tree], given, GRPOConfig())
     assert row.advantages == [1.0] * 2 + [-2.0] * 3 and row.weight == 3 / LENGTH_CONSTANT
-    with pytest.raises(ValueError, match="one advantage per sampled turn"):
+    with pytest.raises(ValueError, match="1 advantages for 2 sampled turns"):
         make_rows([tree], {root: Credit([1.0], 1.0)}, GRPOConfig())
 
 

@@ -291,7 +291,7 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
 
 @pytest.mark.parametrize("field, value", [
     ("model_type", "qwen3_moe"), ("quantization_config", {"quant_method": "fp8"}),
-    ("use_sliding_window", True), ("attention_bias", True), ("hidden_act", "gelu"),
+    ("use_sliding_window", True), ("attention_bias", True), ("hidden_act", "none"),
     ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
     ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 700.0}),
     ("hidden_size", ...)])

@@ -133,11 +133,11 @@ def test_tokens_end_a_run_and_held_out_questions_are_asked_on_the_way(
     """Its page is written after a step, if the last one is old, and at the end."""
     pages, out = [], tmp_path / "h"
     monkeypatch.setattr(runs, "REPORT_SECONDS", -1.0)
-    monkeypatch.setattr(report, "page", lambda *_, state: pages.append(state) or "")
+    monkeypatch.setattr(report, "page", lambda title, *_: pages.append(title) or "")
     assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                            "--warmup-steps", 0, "--heldout", 1, "--out", out,
                            *"--tokens 1 --eval-every 1".split())
-    assert pages == ["Step 1 of 2"] * 2
+    assert len(pages) == 2 and all("1 of 2" in title for title in pages)
     # One step is more than one token.
     (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
     assert step["flat"] == 1
