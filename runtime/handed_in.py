@@ -1,4 +1,4 @@
-"""What comes from somebody's own file: `path/to/file.py`, or `path/to/file.py:function`.
+"""What comes from a user's file: `path/to/file.py`, or `path/to/file.py:function`.
 
 What such a file raises ends the run with an ordinary traceback, which ends in that file.
 Standard library only.
