@@ -109,8 +109,9 @@ def settle(config, rlm_config):
 def opening(config, rlm_config, dtype) -> str:
     """What a run begins with and why, for people."""
     kind = "made from nothing" if rlm_config.scratch else "pretrained"
+    precision = str(dtype).removeprefix("torch.")
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
-    return (f"a model {kind}, in {dtype} on {DEVICE}; {rlm_config.style} prompts, a "
+    return (f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
             f"window of {rlm_config.window:,} tokens; trees of at most "
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
             f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then GRPO, "
