@@ -261,7 +261,6 @@ class _Tree:
         printed, notes = [], hints
         for code in blocks:
             result = await repl.execute(code, partial(self.query, node, context))
-            node.repl_seconds += result.seconds
             self.seconds_left -= result.seconds
             if result.stdout:
                 printed.append(result.stdout)

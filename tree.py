@@ -81,7 +81,6 @@ class Node:
     # task's score here where --reward replaces it.
     score: float | None = None
     counted: int = 0  # sampled tokens of turns without ids, where a server counted them
-    repl_seconds: float = 0.0  # of its code by the REPL's clock, without its children
 
     def add(self, turn: Turn) -> None:
         """Append a turn. A rollout never edits an earlier one."""

@@ -267,7 +267,6 @@ def test_the_trees_seconds_in_code_end_nodes_with_budget():
     root = grow(says, seconds=0.5)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
-    assert 0.3 <= root.children[0].repl_seconds < 30
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):

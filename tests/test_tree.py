@@ -14,7 +14,7 @@ HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
 
 def ragged():
     """Three levels, nodes with up to five turns, one that never spoke, one without ids."""
-    root = Node(answer=["x", None, {"k": 1.5}], end="final", errors=[1], repl_seconds=0.25)
+    root = Node(answer=["x", None, {"k": 1.5}], end="final", errors=[1])
     root.add(Turn("system", "be brief"))
     root.add(Turn("user", "a question \ud800 \udfff", (1, 2, 3)))
     root.add(Turn("assistant", "a block", (4, 5), (-0.5, -1.25)))
