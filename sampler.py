@@ -19,7 +19,8 @@ keeps its sampled tokens, and computes their keys and values again later.
 The random numbers of a request depend on its key alone, not on the order of arrival, the
 batch or preemptions.
 
-Left out: swapping pages to the host, speculative decoding, priorities, several devices.
+Left out: swapping pages to the host, speculative decoding, priorities, several devices, two
+event loops that sample at the same time.
 Tried and failed: adapters beside the weights, which sample at 60 to 88 % of the speed of
 merged ones (on a CPU); gathering pages in each step, which took longer than attention.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
