@@ -6,7 +6,7 @@ FINAL(value) in one. Its code may call the model again: rlm_query starts a child
 own REPL, llm_query asks for one plain completion. Parent and child are the same policy,
 and the result is a tree of nodes.
 
-- All blocks of a message run in order. The first error or FINAL stops the rest.
+- A message ends with its first complete block. Sampling stops there.
 - A node that ends without FINAL answers with what its code has put into answer["content"].
 - Conversations are append-only. An observation ends with turn counter and question.
 - Budgets belong to the tree. Nodes and sampled tokens are reserved before use. The clock
@@ -247,36 +247,30 @@ class _Tree:
         self.tokens_left += granted - used
         if not completion.ids:
             node.counted += used
-        node.add(Turn("assistant", completion.text, completion.ids, completion.logprobs))
+        text = completion.text
+        if node.kind == "rlm" and not completion.ids:  # a server samples on
+            text, _ = parse(text)
+        node.add(Turn("assistant", text, completion.ids, completion.logprobs))
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
-        """Execute the blocks of the last message. Returns what the model sees next, in two
-        parts: what was printed, then errors and hints. Or sets the node's end."""
+        """Execute the block of the last message. Returns what the model sees next: what was
+        printed, and an error. Or sets the node's end."""
         turn = node.written - 1
-        blocks, prose = parse(node.turns[-1].text)
-        hints = [IN_PROSE] if re.search(r"\bFINAL(_VAR)?\(", prose) else []
-        if not blocks:
+        _, code = parse(node.turns[-1].text)
+        if code is None:
             node.errors.append(turn)
-            return "", " ".join([NO_BLOCK, *hints])
-        printed, notes = [], hints
-        for code in blocks:
-            result = await repl.execute(code, partial(self.query, node, context))
-            self.seconds_left -= result.seconds
-            if result.stdout:
-                printed.append(result.stdout)
-            if result.error:
-                node.errors.append(turn)
-                notes = [result.error, *hints]
-            if not result.died:
-                node.answer = result.draft  # stands, unless FINAL comes
-            if result.done:
-                node.answer, node.end = result.final, "final"
-            elif result.died:
-                node.end = result.died
-            if node.end or result.error:
-                break
-        return tuple("\n".join(part.rstrip("\n") for part in parts)
-                     for parts in (printed, notes))
+            return "", NO_BLOCK
+        result = await repl.execute(code, partial(self.query, node, context))
+        self.seconds_left -= result.seconds
+        if result.error:
+            node.errors.append(turn)
+        if not result.died:
+            node.answer = result.draft  # stands, unless FINAL comes
+        if result.done:
+            node.answer, node.end = result.final, "final"
+        elif result.died:
+            node.end = result.died
+        return result.stdout.rstrip("\n"), result.error.rstrip("\n")
 
     def observe(self, node: Node, query: str, printed: str, notes: str) -> None:
         """Add what the model sees next, halved until another message fits behind it: what
@@ -336,12 +330,10 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-# The whole lines of a block: [2] is its code, [3] is None if no fence ends it.
-BLOCK = re.compile(r"^.*?(?<!`)(`{3,})repl[ \t]*\r?\n((?s:.*?))(?:^\1(.*)\n|\Z)", re.M)
+BLOCK = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n((?s:.*?))^\1`*[ \t]*\r?$", re.M)
 REPEATED = 200  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
-IN_PROSE = "FINAL outside of a ```repl block is text, and ends nothing."
 ENDS = {
     "turns": "out of turns",
     "window": "its window is full",
@@ -353,14 +345,14 @@ ENDS = {
 }
 
 
-def parse(text: str) -> tuple[list[str], str]:
-    """The code of all complete blocks of a message, in order, and the text around them.
+def parse(text: str) -> tuple[str, str | None]:
+    """A message up to the end of its first complete block, and that block's code. Without
+    one: the whole message, and None.
 
     A block opens with three or more backticks and "repl", anywhere in a line that ends
-    there. It ends at a line that begins with as many backticks."""
-    text = spoken(text) + "\n"
-    blocks = [block[2] for block in BLOCK.finditer(text) if block[3] is not None]
-    return blocks, BLOCK.sub("", text)
+    there. It ends at a line of at least as many backticks and nothing else."""
+    block = BLOCK.search(text, len(text) - len(spoken(text)))
+    return (text[:block.end()], block[2]) if block else (text, None)
 
 
 def spoken(text: str) -> str:
@@ -373,16 +365,16 @@ def spoken(text: str) -> str:
 
 FULL = """\
 You answer a question about a context that is too long to read at once. It is the variable \
-`context` in a Python REPL. Write code in blocks like this one; it runs, and you see what \
+`context` in a Python REPL. Write code in a block like this one; it runs, and you see what \
 it prints:
 
 ```repl
 print(type(context), len(context))
 ```
 
-All ```repl blocks of a message run in order; an error or FINAL stops the rest. Variables \
-persist between messages. Only what is printed is shown to you, at most {output} \
-characters a block, so print little. You have {turns} messages of at most {tokens} tokens.
+A message ends with its first block. Variables persist between messages. Only what is \
+printed is shown to you, at most {output} characters a block, so print little. You have \
+{turns} messages of at most {tokens} tokens.
 
 In the REPL you have:
 - context: the data. FINAL(value): gives your answer and ends at once. FINAL_VAR("name"): \
@@ -406,7 +398,7 @@ whole tree of calls.
 CHILD = "a child with a REPL of its own, working like you"
 READER = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
-BRIEF = "Write ```repl blocks: context, search, rlm_query, FINAL."
+BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
 
 
 def opening(node: Node, query: str, context: Any, kind: ModuleType,
@@ -414,7 +406,8 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
     """The system and the user message that open a node; `kind` is that of the task."""
     if node.kind == "llm":
         return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
-    system = BRIEF
+    tools = getattr(kind, "TOOLS", ())
+    system = BRIEF.format(tools="".join(f"{tool.__name__}, " for tool in tools))
     if config.style != "brief":
         calls, delegate, strategy = "", "", ""
         if config.max_nodes > 1:  # otherwise there are no children
@@ -424,7 +417,7 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
         system = FULL.format(
             output=config.limits.output_chars, turns=config.max_turns,
             tokens=config.turn_tokens, calls=calls, delegate=delegate,
-            tools=help_of(getattr(kind, "TOOLS", ())), strategy=strategy)
+            tools=help_of(tools), strategy=strategy)
     return system, f"{query}\n{describe(context, config.style)}"
 
 
@@ -445,8 +438,15 @@ def observation(seen: str, node: Node, query: str, config: RLMConfig) -> str:
 def local_policy(sampler, tokenizer, temperature: float = 1.0):
     """The policy that samples after node.ids; `sampler` is a sampler.Sampler."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
-        done = await sampler.generate(node.ids, max_tokens, temperature=temperature,
-                                      stop=tokenizer.stop_ids, key=key)
+        prompt = node.ids
+
+        def is_over(ids: list[int]) -> bool:
+            if node.kind == "llm" or ids[-1] not in tokenizer.backticks:
+                return False
+            return parse(tokenizer.decode(ids[len(prompt):]))[1] is not None
+
+        done = await sampler.generate(prompt, max_tokens, temperature=temperature,
+                                      stop=tokenizer.stop_ids, is_over=is_over, key=key)
         ids = done.ids[:-1] if done.stop == "stop" else done.ids
         return replace(done, text=tokenizer.decode(ids))
     return policy

@@ -32,6 +32,7 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -66,6 +67,7 @@ class Request:
     max_tokens: int
     temperature: float
     stop: frozenset[int]
+    is_over: Callable[[list[int]], bool]
     uniforms: np.ndarray  # one number in [0, 1) for each token it may sample
     done: asyncio.Future
     arrival: int = 0  # its number in order of arrival
@@ -114,8 +116,10 @@ class Sampler:
         self.pages = Pages(self.pages.count, self.pages.size)
 
     async def generate(self, ids: list[int], max_tokens: int, temperature: float = 1.0,
-                       stop=(), key=()) -> Completion:
-        """Sample after `ids` until a stop id (included), max_tokens or the window's end.
+                       stop=(), is_over: Callable = lambda ids: False,
+                       key=()) -> Completion:
+        """Sample after `ids` until a stop id (included), max_tokens or the window's end, or
+        until is_over(ids) of all ids so far: it is asked after each token.
 
         Temperature 0 is greedy. `logprobs` are those at temperature 1. `key` seeds the
         sampling. Raises SamplerError."""
@@ -133,8 +137,8 @@ class Sampler:
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(n)
         done = asyncio.get_running_loop().create_future()
         self.arrivals += 1
-        request = Request(
-            list(ids), n, temperature, frozenset(stop), uniforms, done, self.arrivals)
+        request = Request(list(ids), n, temperature, frozenset(stop), is_over, uniforms,
+                          done, self.arrivals)
         self.waiting.append(request)
         if self.engine is None or self.engine.done():
             self.engine = asyncio.create_task(self._run())
@@ -144,6 +148,8 @@ class Sampler:
         end = "length" if max_tokens <= room else "window"
         if new[-1] in request.stop:
             end = "stop"
+        elif is_over(request.ids):
+            end = "block"
         usage = {"prompt": len(ids), "reused": request.reused, "sampled": len(new)}
         return Completion("", tuple(new), tuple(request.logprobs), end, usage)
 
@@ -275,7 +281,8 @@ class Sampler:
             request.logprobs.append(float(logprob))
             self.stats["sampled"] += 1
             full = len(request.logprobs) == request.max_tokens
-            if full or request.ids[-1] in request.stop:
+            ended = request.ids[-1] in request.stop or request.is_over(request.ids)
+            if full or ended:
                 self._remove(request)
                 if not request.done.done():  # Ctrl-C may cancel it during a step
                     request.done.set_result(None)

@@ -87,6 +87,7 @@ class Tokenizer:
         longest_first = sorted(added, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
+        self.backticks = frozenset(i for i, token in self._bytes.items() if b"`" in token)
         self.end_of_turn = added[IM_END]
         self.stop_ids = tuple(added[m] for m in (IM_END, ENDOFTEXT) if m in added)
         hybrid = "<think>" in added and "enable_thinking" in template
@@ -165,19 +166,25 @@ class Tokenizer:
         head = [] if closed else [self.end_of_turn]
         return head + self.encode("\n") + self._message("user", text) + self._reply
 
+    def message(self, text: str) -> list[int]:
+        """A message that the policy is to write. It ends with its block, else the turn."""
+        ids = self.encode(text)
+        return ids if text.endswith("\n```") else [*ids, self.end_of_turn]
+
     def encode_turns(self, turns: list) -> list:
         """The turns (tree.Turn) of a conversation that was saved as text, with this
         tokenizer's ids. Those of the assistant count as sampled."""
-        encoded, system, opened = [], "", False
+        encoded, system, opened, closed = [], "", False, True
         for turn in turns:
             ids, logprobs = [], None
             if turn.role == "assistant":
-                ids = [*self.encode(turn.text), self.end_of_turn]
+                ids = self.message(turn.text)
+                closed = ids[-1] == self.end_of_turn
                 logprobs = (0.0,) * len(ids)
             elif turn.role == "system":
                 system = turn.text  # its ids are kept with the user's turn
             elif opened:
-                ids = self.observe(turn.text, closed=True)
+                ids = self.observe(turn.text, closed)
             else:
                 ids, opened = self.open(system, turn.text), True
             encoded.append(replace(turn, ids=tuple(ids), logprobs=logprobs))

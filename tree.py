@@ -42,7 +42,7 @@ class Completion:
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
     logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1
-    stop: str = "stop"  # why it ended: stop (end of turn), length or window
+    stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
 
 

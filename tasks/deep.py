@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from tasks.in_repl import TOOLS, block
+from tasks.in_repl import block
 from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
 
 # A node has one message. It has room for one call, to at most two children.

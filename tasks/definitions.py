@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from tasks.in_repl import TOOLS, block, word_of
+from tasks.in_repl import block, word_of
 from tasks.text import how_many, pick, strings_in
 
 STRATEGY = """\

@@ -12,7 +12,7 @@ questions each note from the place has one.
 """
 import re
 
-from tasks.in_repl import TOOLS, block, word_of
+from tasks.in_repl import block, word_of
 from tasks.text import how_many, pick
 
 STRATEGY = """\

@@ -13,7 +13,7 @@ def scripted(script: Callable, tokenizer):
     Without a tokenizer four characters count as a token."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         text = script(node, key)
-        ids = (*tokenizer.encode(text), tokenizer.end_of_turn) if tokenizer else ()
+        ids = tuple(tokenizer.message(text)) if tokenizer else ()
         stop, sampled = "stop", len(ids) or len(text) // 4
         if sampled > max_tokens:
             stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
