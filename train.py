@@ -28,7 +28,7 @@ import os
 import random
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -247,9 +247,14 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         rollouts = collect(asked, (config.seed, state.step), "trees", config.group, sample)
         clock.sampled()
 
+        # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
+        fallen = fell(rollouts, state.recent)
+        if fallen:
+            take_back(optimizer)
+
         # Every node gets the advantage of its root, and becomes one row.
         credit = objective(rollouts, config)
-        rows = grpo.make_rows(rollouts, credit, config)
+        rows = [] if fallen else grpo.make_rows(rollouts, credit, config)
         packs = packing.packs(rows, plan, run.world, DEVICE)
         grpo.add_log_probabilities(packs, config, model, reference)
 
@@ -272,12 +277,14 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
         run.log_step(rollouts, credit, rows, {
-            **stats.metrics(), "grad_norm": norm, **clock.seconds()})
+            **stats.metrics(), "grad_norm": norm, "taken_back": fallen,
+            **clock.seconds()})
         if config.eval_every and state.step % config.eval_every == 0:
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     if state.silent == PATIENCE:
-        print(f"stopped: in the last {PATIENCE} steps no node had an advantage")
+        print(f"stopped: in the last {PATIENCE} steps no node had an advantage, or the "
+              "update was taken back; a lower --lr may help")
 
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
@@ -296,6 +303,38 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts, strict=True)}
     grown = {n: tree for part in run.world.gather(share) for n, tree in part.items()}
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
+
+
+def fell(rollouts: list[Rollout], recent: list[list[float]]) -> bool:
+    """Whether the mean reward is under half of what it was in the last five batches, and
+    three standard errors under it. `recent` holds their mean rewards per question; a batch
+    that did not fall is added."""
+    groups = defaultdict(list)
+    for rollout in rollouts:
+        if not rollout.failed:
+            groups[rollout.group].append(rollout.reward)
+    now = [statistics.fmean(rewards) for rewards in groups.values()]
+    before = [mean for batch in recent for mean in batch]
+    if len(before) > 1:
+        usual = statistics.fmean(before)
+        error = statistics.stdev(before) * math.sqrt(1 / len(before) + 1 / len(now))
+        if usual - statistics.fmean(now) > max(usual / 2, 3 * error):
+            return True
+    recent[:] = [*recent, now][-5:]
+    return False
+
+
+@torch.no_grad()
+def take_back(optimizer: AdamW) -> None:
+    """Undo the last step of AdamW: its moments still say what it was. The first moment is
+    cleared, or the next step would repeat it. Of several --updates the last is undone."""
+    group, = optimizer.param_groups
+    beta1, beta2 = group["betas"]
+    for weight, last in optimizer.state.items():
+        mean = last["exp_avg"] / (1 - beta1 ** last["step"])
+        square = last["exp_avg_sq"] / (1 - beta2 ** last["step"])
+        weight += group["lr"] * mean / (square.sqrt() + group["eps"])
+        last["exp_avg"].zero_()
 
 
 def progress(config: Config, run: Run) -> float:

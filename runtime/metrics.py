@@ -69,7 +69,9 @@ def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
     lost = f" | failed {m['failed']}" if m["failed"] else ""
     own = f" (score {m['score']:.3f})" if "score" in m else ""
-    update = "no signal, no step"
+    update = "a fall: the last update is taken back"
+    if not m["taken_back"]:
+        update = "no signal, no step"
     if m["rows"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "

@@ -47,6 +47,7 @@ class State:
     step: int = 0  # of the phase
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
+    recent: list[list[float]] = field(default_factory=list)  # mean rewards per question
     results: dict[str, dict] = field(default_factory=dict)  # held-out scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
