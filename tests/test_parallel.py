@@ -39,6 +39,9 @@ def make_model(path):
     rlm.TINY_RLM.save(f"{path}/rlm.json")
 
 
+FALL = 1  # the step whose rewards are so low that the update before it is taken back
+
+
 def trees(step):
     """Two groups; ten nodes with an advantage, of 20 to 300 tokens."""
     rng = random.Random(step)
@@ -52,7 +55,8 @@ def trees(step):
             made.add(Turn("assistant", "", answer, (-5.5,) * len(answer)))
         return made
 
-    return [Rollout(None, group, node((), *(node((i,)) for i in range(n))), reward)
+    return [Rollout(None, group, node((), *(node((i,)) for i in range(n))),
+                    0.0 if step == FALL else reward)
             for group, reward, n in (
                 ("a", 1.0, 3), ("a", 0.0, 1), ("b", 0.2, 0), ("b", 0.7, 2))]
 
@@ -107,9 +111,10 @@ from runtime.parallel import World
 from test_parallel import KINDS, take_step
 world, folder = World(), Path(sys.argv[1])
 for kind in KINDS:
-    found = take_step(folder / kind, kind, 0, world)
-    if world.rank == 0:
-        torch.save(found, folder / f"{kind}.pt")
+    for number in range(2):
+        found = take_step(folder / kind, kind, number, world)
+        if world.rank == 0:
+            torch.save(found, folder / f"{kind}{number}.pt")
 if world.rank == 1:
     sys.exit("it broke")
 world.gather(None)
@@ -124,6 +129,11 @@ def torchrun(script, *flags, **more):
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **more)
 
 
+def model_of(folder):
+    model = Qwen3.from_pretrained(str(folder / "model"))
+    return {name: weight.detach() for name, weight in model.merged()}
+
+
 def close(got, want):
     for name, tensor in want.items():
         worst = (got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
@@ -131,8 +141,8 @@ def close(got, want):
 
 
 def test_two_ranks_are_one_and_a_run_moves_from_two_to_one(tmp_path):
-    """Step 0 on two ranks with 3 rows and 7, step 1 on one; full and LoRA. Then one rank
-    fails, which ends the other and is told."""
+    """Step 0 on two ranks with 3 rows and 7; step 1, which takes step 0 back, on two; step
+    2 on one; full and LoRA. Then one rank fails, which ends the other and is told."""
     one, two = tmp_path / "one", tmp_path / "two"
     for path in (one, two):
         make_model(path / "model")
@@ -142,12 +152,16 @@ def test_two_ranks_are_one_and_a_run_moves_from_two_to_one(tmp_path):
     _, errors = run.communicate(timeout=300)
     assert run.returncode and "it broke\n" in errors
     for kind in KINDS:
-        for number in range(2):
+        for number in range(3):
             want = take_step(one / kind, kind, number, World())
-            if number == 0:
-                got = torch.load(two / f"{kind}.pt")
+            if number < 2:
+                got = torch.load(two / f"{kind}{number}.pt")
             else:
                 got = take_step(two / kind, kind, number, World())
+            assert got["metrics"]["taken_back"] == (number == FALL)
+            if number == FALL:
+                close(got["weights"], model_of(two))
+                continue
             close(got["gradients"], want["gradients"])
             close(got["weights"], want["weights"])
             for name, value in want["metrics"].items():

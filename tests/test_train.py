@@ -192,6 +192,45 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
     assert lines(loop.config.out)[-1]["step"] == 25
 
 
+def rewarded(trees, *rewards):
+    """Two groups of these trees, with these rewards in turn."""
+    return [Rollout(tree.task, "ab"[i % 2], tree.root, rewards[i // 2 % len(rewards)])
+            for i, tree in enumerate(trees)]
+
+
+def test_a_fall_takes_the_last_update_back(loop_of, scripted_trees, capsys):
+    good, bad = rewarded(scripted_trees, 0.9, 0.5), rewarded(scripted_trees, 0.2, 0.1)
+    loop = loop_of("--steps", 20)
+    found, config = [], loop.config
+    for steps in (1, 2, 3, 4):
+        loop.config = replace(config, steps=steps)
+        row = reinforce(loop, [good, good, bad, bad])
+        assert row["taken_back"] == (steps > 2)
+        found.append(copies(loop.model))
+    first, second, undone, again = found
+    for name, weight in first.items():
+        assert (second[name] - weight).abs().max() > 1e-7
+        assert (undone[name] - weight).abs().max() < 1e-6
+        assert torch.equal(again[name], undone[name])
+    assert "a fall: the last update is taken back" in capsys.readouterr().out
+    loop.config = config
+    assert reinforce(loop, [bad] * 20)["step"] == 12  # the tenth in a row
+
+
+@pytest.mark.parametrize("before, now, falls", [
+    ([0.5, 0.7], [0.0, 0.0], True), ([0.5, 0.7], [0.3, 0.4], False),
+    ([0.3, 0.3, 0.0, 0.0], [0.0] * 4, False), ([0.1, 0, 0, 0], [0.0] * 4, False),
+    ([0.5], [0.0], False)])
+def test_a_fall_is_half_and_three_standard_errors(before, now, falls):
+    def batch(rewards):
+        return [Rollout(None, str(i), None, reward) for i, reward in enumerate(rewards)]
+
+    recent = []
+    assert not train.fell(batch(before), recent)
+    assert train.fell(batch(now), recent) == falls
+    assert len(recent) == (1 if falls else 2)
+
+
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
     old = []
 
@@ -242,7 +281,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     for node in given.trees[0].root.walk():
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
-        assert sampled == [(*tokenizer.encode(t), tokenizer.end_of_turn) for t in texts]
+        assert sampled == [tuple(tokenizer.message(text)) for text in texts]
         # What is not sampled is what a rollout would have shown.
         opening = tokenizer.open(node.turns[0].text, node.turns[1].text)
         assert node.ids[:len(opening)] == opening
