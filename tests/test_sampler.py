@@ -319,7 +319,8 @@ def test_tokens_come_as_often_as_the_tempered_softmax_says(temperature):
     logits, n = row_logprobs(MODEL, [3, 1])[-1:].clone(), 2000
     logits[0, [0, 9, VOCAB - 1]] = -torch.inf
     grid = np.linspace(0, 1 - 2.0 ** -53, n)
-    requests = [Request([1], 1, temperature, frozenset(), grid[i:], None) for i in range(n)]
+    requests = [Request([1], 1, temperature, frozenset(), bool, grid[i:], None)
+                for i in range(n)]
     new, logprobs = sampler_module.sample(logits.expand(n, -1), requests)
     counts = torch.from_numpy(new).long().bincount(minlength=VOCAB)
     want = n * (logits[0] / temperature).softmax(-1)
@@ -337,6 +338,17 @@ def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_window_or_pool
     assert (len(got.ids), got.stop) == (sampled, stop)
     assert got.ids == naive_greedy(MODEL, ids, sampled)[0]
     assert got.usage == {"prompt": length, "reused": 0, "sampled": sampled}
+
+
+def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestricted_one():
+    def message(**more):
+        return asyncio.run(make().generate([1, 2, 3], 30, key=(7,), **more))
+
+    whole = message()
+    for n in (1, 4, 30):
+        got = message(is_over=lambda ids: len(ids) == 3 + n)
+        assert got.ids == whole.ids[:n] and got.stop == "block"
+        assert got.logprobs == whole.logprobs[:n]
 
 
 # --- weights ---------------------------------------------------------------------------
