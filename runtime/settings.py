@@ -80,7 +80,7 @@ class Defaults:
 
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
 SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
-                   steps=50, lr=7e-4, max_norm=0.2, adapters=4.0)
+                   steps=100, lr=1.4e-3, max_norm=0.2, adapters=2.0)
 # The rates of published runs.
 PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
                       steps=100, lr=1e-6, max_norm=1.0, adapters=20.0)
