@@ -313,14 +313,14 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
 
 
 @pytest.mark.parametrize("flags, scratch, want", [
-    ({}, True, (450, 3e-3, 50, 7e-4)),
-    ({"lora_rank": 1}, True, (450, 3e-3, 50, 2.8e-3)),
+    ({}, True, (450, 3e-3, 100, 1.4e-3)),
+    ({"lora_rank": 1}, True, (450, 3e-3, 100, 2.8e-3)),
     ({"lr": 0.5, "warmup_steps": 3, "steps": 0}, True, (3, 3e-3, 0, 0.5)),
     ({"model": "M"}, False, (0, 1e-5, 100, 1e-6)),
     ({"model": "M", "warmup": "scripts"}, False, (60, 1e-5, 100, 1e-6)),
     ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 100, 2e-5)),
-    ({"model": "M"}, True, (0, 3e-3, 50, 7e-4)),
-    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 50, 7e-4))])
+    ({"model": "M"}, True, (0, 3e-3, 100, 1.4e-3)),
+    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 100, 1.4e-3))])
 def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
     rlm_config = replace(rlm.RLMConfig(), scratch=scratch)
