@@ -30,6 +30,7 @@ PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "random re statistics string textwrap unicodedata"
 ).split()
+REPL_BYTES = 6 << 20  # of memory, in use
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -38,10 +39,13 @@ class REPLError(RuntimeError):
 
 
 def trees_at_once(nodes: int) -> int:
-    """How many trees of at most `nodes` nodes the limit of open files allows at once: a
-    REPL takes two descriptors in the server, and a parent keeps its REPL while it waits."""
+    """How many trees of at most `nodes` nodes may grow at once: a REPL takes two open files
+    in the server and its memory, and a parent keeps its REPL while it waits. 64 trees of 65
+    nodes took all of 23 GiB."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
-    return max(1, (min(DESCRIPTORS, hard) - 256) // 2 // nodes)  # 256 for other files
+    by_files = (min(DESCRIPTORS, hard) - 256) // 2  # 256 for other files
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(by_files, memory // 2 // REPL_BYTES) // nodes)
 
 
 class Handle:

@@ -53,6 +53,7 @@ EVERY = [*KIND, *OTHERS]
 TOKENS = 387  # 45 notes
 NOTE_TOKENS = 34.4 / 4  # on average
 NOTE_WORDS = 5
+HERE = (2, 4)  # notes from the place: at least and at most
 
 # The longest note can be printed whole; then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 42}}
@@ -69,7 +70,7 @@ ANY = {place: [word for word in EVERY if not is_heldout(place, word)] for place 
 def make(rng, tokens=None, heldout=False):
     number = how_many(rng, 6, 150, tokens, NOTE_TOKENS)
     place = rng.choice(PLACES)
-    here = rng.sample(range(number), rng.randint(2, 4))
+    here = rng.sample(range(number), rng.randint(*HERE))
 
     context, gold = {}, {}
     for i in range(number):
