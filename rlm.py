@@ -17,8 +17,8 @@ The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without
 
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
-Tried: prompts that give the size of the context, when all sizes in training are equal. The
-model then takes the number for a name, and other sizes fail (docs/results.md).
+Tried: the size of the context in brief prompts. A model made from nothing takes the number
+for a name, and fails at numbers that it has not seen (docs/results.md).
 """
 import asyncio
 import inspect

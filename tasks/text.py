@@ -59,11 +59,12 @@ def strings_in(answer) -> list[str]:
 
 
 def describe(context: Any, style: str) -> str:
-    """Type and size of a context, for a prompt."""
+    """Type and size of a context, for a prompt. Brief prompts give no size: a model made
+    from nothing takes it for a name, and fails at one that it has not seen."""
     kind = type(context).__name__
-    if not isinstance(context, (str, dict, list)):
+    if style == "brief" or not isinstance(context, (str, dict, list)):
         return f"context: {kind}"
-    if style == "brief" or isinstance(context, str):
+    if isinstance(context, str):
         return f"context: {kind} of {len(context)}"
     parts = context.values() if isinstance(context, dict) else context
     size = sum(len(as_text(part)) for part in parts)
