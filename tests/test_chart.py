@@ -1,13 +1,16 @@
-"""Charts: recorded ones again, and curves from the files of runs."""
+"""Charts: recorded ones again, curves from the files of runs, and a group of trees."""
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from conftest import command
 
 pytest.importorskip("matplotlib")
 
-from lab import chart
+from lab import chart, picture
+from tasks import Task
+from tree import Node, Rollout, Turn
 
 RESULTS = Path(chart.__file__).parent / "results"
 
@@ -17,6 +20,21 @@ def test_the_recorded_results_are_the_committed_charts(tmp_path, monkeypatch):
         out = tmp_path / "out.svg"
         assert command(chart, monkeypatch, out, RESULTS / f"{data}.json", *flags) is None
         assert out.read_bytes() == (RESULTS / f"{name}.svg").read_bytes()
+
+
+def test_the_picture_of_a_group_colours_each_child_like_its_root():
+    def tree(reward, *children):
+        root = Node((), children=list(children))
+        for node in root.walk():
+            node.add(Turn("user", "<b>", (1,)))
+            node.add(Turn("assistant", "x & y", (2, 3), (-1.0, -1.0)))
+        return Rollout(Task("t", "notes", "<q>"), "g", root, reward)
+
+    good, bad = tree(1.0, Node((0,)), Node((1,))), tree(0.0, Node((0,)))
+    svg = ElementTree.fromstring(picture.picture([bad, good]))  # what is written is escaped
+    fills = [each.get("fill") for each in svg.iter() if each.tag.endswith("circle")]
+    blue, orange = picture.colour(1), picture.colour(-1)
+    assert fills == [blue] * 3 + [orange] * 2
 
 
 def write_run(path, rewards):

@@ -114,7 +114,7 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
     good, others = map(float, re.findall(r"trees: ([-+][\d.]+)", shown))
     assert good > 0 > others  # one step, and good trees are more likely
     assert names["Picture"]()._repr_svg_().startswith("<svg")
-    assert re.search(r"inherit +step 1: 0.3\d +step 50: 0.9\d", shown)
+    assert re.search(r"inherit +step 1: 0.3\d +step 100: 0.9\d", shown)
 
 
 # --- the examples -------------------------------------------------------------------------
