@@ -28,7 +28,7 @@ def test_the_picture_of_a_group_colours_each_child_like_its_root():
         for node in root.walk():
             node.add(Turn("user", "<b>", (1,)))
             node.add(Turn("assistant", "x & y", (2, 3), (-1.0, -1.0)))
-        return Rollout(Task("t", "notes", "<q>"), "g", root, reward)
+        return Rollout(Task("t", "notes", "<q>", {}), "g", root, reward)
 
     good, bad = tree(1.0, Node((0,)), Node((1,))), tree(0.0, Node((0,)))
     svg = ElementTree.fromstring(picture.picture([bad, good]))  # what is written is escaped
