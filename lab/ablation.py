@@ -63,7 +63,6 @@ SETS = {
         "warm-up only": "--steps 0",
     }),
     "credit-evidence": Set(CREDIT, "--task evidence"),
-    # At the default rate one step can break the policy's syntax for good: that is luck.
     "credit-deep": Set(CREDIT, "--task deep --lr 3e-4", "--warmup-steps 1500", 300_000),
     "credit-definitions": Set(
         CREDIT | {"roots only": "--credit root"},
