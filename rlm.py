@@ -473,12 +473,13 @@ class RLM:
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 
-    def completion(self, query: str, context: Any) -> Any:
-        """The answer: any JSON value, or None. In a notebook await `acompletion`."""
-        return asyncio.run(self.acompletion(query, context))
+    def completion(self, query: str, context: Any, kind: str = "question") -> Any:
+        """The answer: any JSON value, or None. In a notebook await `acompletion`. A model
+        that was trained on a `kind` of task knows the prompts of that kind."""
+        return asyncio.run(self.acompletion(query, context, kind))
 
-    async def acompletion(self, query: str, context: Any) -> Any:
-        task = Task("question", "question", query, context)
+    async def acompletion(self, query: str, context: Any, kind: str = "question") -> Any:
+        task = Task("question", kind, query, context)
         self.trace = await rollout(
             task, self.policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
@@ -508,7 +509,7 @@ def main() -> None:
             context = read_texts(args.files) if args.files else sys.stdin.read()
             task = Task("question", "question", args.question, context)
         model = RLM(args.model, seed=args.seed)
-        model.completion(task.query, task.context)
+        model.completion(task.query, task.context, task.kind)
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"rlm.py: {error}")
     show(model.trace)

@@ -520,9 +520,9 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
 
     async def notebook():
         return await asyncio.gather(
-            *(trained.acompletion(notes.query, notes.context) for _ in range(2)))
+            *(trained.acompletion(notes.query, notes.context, "notes") for _ in range(2)))
 
-    outside = trained.completion(notes.query, notes.context)
+    outside = trained.completion(notes.query, notes.context, "notes")
     assert outside == notes.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
 
