@@ -74,7 +74,8 @@ def drawn(tree: Rollout, advantage: dict[Node, float], x: float, y: float) -> li
         parts += [f'<path d="M{x:g} {y:g}L{at:g} {below:g}"/>',
                   circle(at, below, 6, advantage.get(child, 0.0))]
     own = advantage.get(root, 0.0)
-    return [*parts, circle(x, y, 9, own), text(x, y + 56, f"{tree.reward:.2f} → {own:+.1f}")]
+    below = f"{tree.reward:.2f} → {own:+.1f}"
+    return [*parts, circle(x, y, 9, own), text(x, y + 56, below)]
 
 
 def said(node: Node) -> list[str]:
