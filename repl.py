@@ -135,8 +135,10 @@ class REPL:
         try:
             data = frame(kind, message, self.limits.frame_mb)
             await self._loop.sock_sendall(self._sock, data)
-        except (OSError, ValueError) as error:
-            raise REPLError(f"nothing can be sent to the REPL: {error}") from error
+        except OSError as error:
+            raise REPLError("the REPL server was lost") from error
+        except ValueError as error:
+            raise REPLError(f"this cannot be sent to the REPL: {error}") from error
 
     async def _receive(self) -> tuple[bytes, bytes]:
         """The kind of the next frame, and the whole frame."""
@@ -145,7 +147,7 @@ class REPL:
             with contextlib.suppress(OSError):
                 data = await self._loop.sock_recv(self._sock, 1 << 18)
             if not data:  # the death of a worker is a D frame of the server
-                raise REPLError("the REPL server was lost, or the REPL was closed")
+                raise REPLError("the REPL server was lost")
             self._inbox += data
         return found
 
