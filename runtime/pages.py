@@ -13,13 +13,14 @@ key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
 import os
+from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.attention import causal, linear_float32, lower_right
+from runtime.attention import causal, linear_float32, lower_right, varlen_attn
 
 decode = None
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -116,11 +117,12 @@ class Prompts:
             self.parts.append((first, first + n, table, length, mask))
             first += n
 
-    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         """Write into `out` (N, H, E), where these requests are in q (N, H, E)."""
         for low, high, table, length, mask in self.parts:
             keys, values = self.pool[layer][:, table].flatten(1, 2)[:, :length]  # T K E
             out[low:high] = causal(q[low:high], keys, values, mask)[0].transpose(0, 1)
+        return out
 
 
 class GatheredRows:
@@ -222,13 +224,13 @@ class GatheredRows:
 
 
 class FlashPages:
-    """Reads the pages in place, for CUDA: one token of a request with the kernel in
-    runtime/decode.py, several tokens with SDPA.
+    """Reads the pages in place, for CUDA. Requests that decode attend with the kernel in
+    runtime/decode.py, prompts in one call of varlen_attn, or one by one where it is missing.
 
-    A step in which every request has one token is replayed as a CUDA graph for the next
-    larger batch size. The largest is captured first, as the others use its memory. The rows
-    that fill a batch up write into page 0, which no request owns."""
-    page = 256  # tokens of a page: few, and what a span of the kernel has
+    The part of a step that decodes is replayed as a CUDA graph for the next larger batch
+    size. The largest is captured first, as the others use its memory. The rows that fill a
+    batch up write into page 0, which no request owns."""
+    page = 256  # tokens of a page: what varlen_attn takes, and a span of the kernel has
 
     def __init__(self, model, pool: Tensor, window: int, batch: int):
         self.model, self.pool = model, pool
@@ -247,39 +249,41 @@ class FlashPages:
 
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, and their logits, (B, V) float32."""
-        if all(request.computed + 1 == len(request.ids) for request, _ in step):
-            return sampling(step), self._replay(step)
+        decoding = [pair for pair in step if pair[0].computed + 1 == len(pair[0].ids)]
+        prompts = [pair for pair in step if pair not in decoding]
+        logits = [self._replay(decoding)] if decoding else []
+        if prompts:
+            logits.append(self._forward_prompts(prompts))
+        return sampling(decoding + prompts), torch.cat(logits)
 
-        ones = [pair for pair in step if pair[1] == 1]
-        others = [pair for pair in step if pair[1] > 1]
-        step = ones + others
+    def _forward_prompts(self, step: list) -> Tensor:
+        """Several tokens of each request, all in one pass: logits of those that sample."""
         ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
-        count = len(ones)
-        table_BP = self._inputs(ones, count)[:, 2:].to(self.pool.device).contiguous()
-        prompts = Prompts(others, count, self.pool)
-        hidden_ND = self._hidden(ids_N, pos_N, slots_N, table_BP, prompts)
-        return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
-
-    def _hidden(self, ids_N: Tensor, pos_N: Tensor, slots_N: Tensor, table_BP: Tensor,
-                prompts: Prompts) -> Tensor:
-        """Final states of N tokens, (N, D): one of each page table, then those of the
-        prompts."""
-        B = len(table_BP)
-        length_B = pos_N[:B].int() + 1
+        new, ends = zip(*((n, request.computed + n) for request, n in step))
+        starts, seen = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32,
+                                     device=self.pool.device) for counts in (new, ends))
+        table_BP = self._inputs(step, len(step))[:, 2:].contiguous().to(self.pool.device)
+        one_by_one = Prompts(step, 0, self.pool) if varlen_attn is None else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for new, pool in zip((k, v), self.pool[layer]):
-                new = new[0].transpose(0, 1)  # N K E
-                pool.view(-1, *pool.shape[2:]).index_copy_(0, slots_N, new)
-
-            q = q[0].transpose(0, 1)  # N H E
-            out = torch.empty_like(q)
-            if B:
-                out[:B] = decode(q[:B], *self.pool[layer], length_B, table_BP)
-            prompts.attend(layer, q, out)
+            q = self._write(layer, slots_N, q, k, v)
+            if one_by_one:
+                out = one_by_one.attend(layer, q, torch.empty_like(q))
+            else:
+                out = varlen_attn(q, *self.pool[layer], starts, seen, max(new), max(ends),
+                                  window_size=(-1, 0), enable_gqa=True,
+                                  seqused_k=seen.diff(), block_table=table_BP)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        return self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
+
+    def _write(self, layer: int, slots_N: Tensor, q: Tensor, k: Tensor, v: Tensor):
+        """Put new keys and values, each (1, K, N, E), into the pages: q as (N, H, E)."""
+        for new, pool in zip((k, v), self.pool[layer]):
+            new = new[0].transpose(0, 1)  # N K E
+            pool.view(-1, *pool.shape[2:]).index_copy_(0, slots_N, new)
+        return q[0].transpose(0, 1)
 
     def _inputs(self, step: list, rows: int) -> Tensor:
         """(rows, columns) int32, on the host: of each request its last token, its length
@@ -323,6 +327,12 @@ class FlashPages:
         pos_B = inputs[:, 1].long() - 1
         page_B = table_BP.gather(1, (pos_B // size)[:, None])[:, 0]
         slots_B = page_B * size + pos_B % size
-        no_prompts = Prompts([], len(ids_B), self.pool)
-        hidden_BD = self._hidden(ids_B, pos_B, slots_B, table_BP, no_prompts)
+        length_B = inputs[:, 1].contiguous()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = self._write(layer, slots_B, q, k, v)
+            out = decode(q, *self.pool[layer], length_B, table_BP)
+            return out.transpose(0, 1)[None]  # 1 H B E
+
+        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], attend)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

@@ -148,11 +148,27 @@ def slow_decode(q, keys, values, lengths, tables):
     return out
 
 
-@pytest.fixture(params=["rows", "flash"])
+def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
+                seqused_k, block_table):
+    """What torch says of varlen_attn over pages: each token is a request that decodes."""
+    assert window_size == (-1, 0) and enable_gqa
+    assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
+    new = starts.diff()
+    assert new.max() == most and seqused_k.max() == longest
+    assert torch.equal(seen.diff(), seqused_k)
+    row = torch.arange(len(new)).repeat_interleave(new)  # the request of each token
+    after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
+    lengths = (seqused_k[row] - after + 1).int()
+    return slow_decode(q, keys, values, lengths, block_table[row].contiguous())
+
+
+@pytest.fixture(params=["rows", "flash", "packed"])
 def attention(request, monkeypatch):
-    """Both ways to attend; the second with a kernel written from its docstring."""
-    if request.param == "flash":
+    """All ways to attend; with kernels written from their docstrings."""
+    if request.param != "rows":
         monkeypatch.setattr(runtime.pages, "decode", slow_decode)
+        if request.param == "packed":  # prompts, too
+            monkeypatch.setattr(runtime.pages, "varlen_attn", slow_varlen)
         monkeypatch.setattr(sampler_module, "attention_for",
                             lambda model: runtime.pages.FlashPages)
     return request.param
@@ -235,9 +251,9 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
     """With shared prefixes, cancellations, second turns, and pools so small that requests
     are preempted. What a key samples is what it samples alone in a pool that holds all, and
     the log-probabilities are those of a full forward pass. By default 8 schedules over rows
-    and 4 with the slow kernel; 100 and 20 are slow tests."""
+    and 4 with slow kernels; 100 and 20 are slow tests."""
     compared = preempted = reused = 0
-    count = {"rows": (8, 100), "flash": (4, 20)}[attention][part]
+    count = ((8, 100) if attention == "rows" else (4, 20))[part]
     for seed in range(count):
         rng = random.Random(1000 * part + seed)
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
@@ -263,7 +279,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
         preempted += sampler.stats["preemptions"]
         reused += sampler.stats["reused"]
     assert compared > 3 * count and reused > 50
-    assert preempted or attention == "flash"
+    assert preempted or attention != "rows"
 
 
 def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
