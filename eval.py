@@ -254,7 +254,7 @@ def compare(args: argparse.Namespace) -> None:
         from lab.api import API
         policy = API(args.api, args.api_model, args.temperature)
     elif args.model:
-        model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=64)
+        model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=96)
         config, tokenizer, policy = model.config, model.tokenizer, model.policy
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))

@@ -31,7 +31,8 @@ from runtime.attention import Gather, PackedRows, linear_float32
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
 
-LOGITS_BYTES = 1 << 27  # float32 logits at a time; 32k tokens of Qwen3 would take 20 GB
+# Float32 logits at a time; those of 32k tokens of Qwen3 would take 20 GB.
+LOGITS_BYTES = 1 << (30 if torch.cuda.is_available() else 27)
 ACTIVATIONS = {"silu": F.silu}  # of the MLP, by their names in config.json
 
 
@@ -176,7 +177,8 @@ class Qwen3(nn.Module):
         rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.model["layers"]:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, attend, use_reentrant=False)  # B T D
+                x = checkpoint(block, x, rope, attend, use_reentrant=False,
+                               preserve_rng_state=False)  # B T D
             else:
                 x = block(x, rope, attend)  # B T D
         return self.model["norm"](x)  # B T D

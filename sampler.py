@@ -35,17 +35,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from model import Qwen3
-from runtime.pages import attention_for, new_pool
+from runtime.pages import FlashPages, GatheredRows, attention_for, new_pool
 from runtime.parallel import is_sharded
 from runtime.threads import suited_to
 from tree import Completion
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
+MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 
 
 class SamplerError(RuntimeError):
@@ -82,10 +84,11 @@ class Sampler:
     """Owns the KV cache. It computes with `model` itself, and with its adapters. If the
     weights are sharded, or not of type `dtype`, or with `copy`, it has a merged copy.
 
-    `memory` is the size of the pool: bytes (int) or a share of the device's memory (float).
-    At most `batch` requests run at once, of at most `window` tokens each, prompt included.
-    `page` is the number of tokens per page. `stats` counts tokens `computed`, `reused` and
-    `sampled`, `steps`, the `seconds` in them, and `preemptions`."""
+    `memory` is the size of the pool: bytes (int), or a share of what a GPU has free, or a
+    CPU in all (float). At most `batch` requests run at once, of at most `window` tokens
+    each, prompt included. `page` is the number of tokens per page. `stats` counts tokens
+    `computed`, `reused` and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
+    """
 
     def __init__(self, model: Qwen3, memory: int | float = 0.2, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
@@ -97,14 +100,42 @@ class Sampler:
         self.batch = batch
         self.window = min(window or np.inf, model.config.max_position_embeddings)
         attention = attention_for(self.model)
-        self.pool = new_pool(self.model, memory, page or attention.page)
-        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
-        self.attention = attention(self.model, self.pool, self.window, batch)
+        try:
+            self._make_pool(attention, memory, page)
+            if attention is FlashPages:
+                self._check()
+        except Exception as error:  # no kernel was compiled on this card before
+            if attention is GatheredRows:
+                raise
+            print("sampler: pages are not read in place, which is slower: "
+                  f"{type(error).__name__}: {str(error)[:200]}")
+            self.pool = self.attention = None
+            self._make_pool(GatheredRows, memory, page)
         self.waiting: list[Request] = []  # both in order of arrival
         self.running: list[Request] = []
         self.engine: asyncio.Task | None = None
         self.arrivals = 0
         self.stats = Counter()
+
+    def _make_pool(self, attention: type, memory: int | float, page: int | None) -> None:
+        self.pool = new_pool(self.model, memory, page or attention.page)
+        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
+        self.attention = attention(self.model, self.pool, self.window, self.batch)
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """A prompt and one token after it, beside a plain forward pass. RuntimeError if
+        they differ."""
+        pages = [Page(1 + i, b"") for i in range(-(-8 // self.pages.size))]
+        probe = SimpleNamespace(ids=[*range(7)], computed=0, pages=pages)
+        _, prompt = self.attention.forward([(probe, 7)])
+        probe.ids, probe.computed = [*range(8)], 7
+        _, token = self.attention.forward([(probe, 1)])
+        plain = self.model(torch.tensor([probe.ids], device=self.pool.device))[0, -2:]
+        got, want = (x.float().log_softmax(-1) for x in (torch.cat((prompt, token)), plain))
+        gap = (got - want).abs().mean().item()
+        if not gap < MOST_GAP:
+            raise RuntimeError(f"log-probabilities are wrong by {gap:.3f}")
 
     def load(self, model: Qwen3) -> None:
         """Copy the new weights of `model`, unless they are shared, and empty the cache."""

@@ -130,8 +130,8 @@ def train(config: Config, world: World) -> None:
         print(plan.table(wanted))
     print(settings.opening(config, rlm_config, plan.dtype), resuming(config, world))
     if not plan.fits(world.size):
-        raise ValueError(f"the run does not fit into {readable(have)} of memory; see what "
-                         "--plan prints")
+        raise ValueError(f"the run does not fit into {readable(have)} of memory, but "
+                         f"{plan.would_fit(world.size)} would; see what --plan prints")
 
     trees = []
     if not in_grpo and config.warmup_steps:

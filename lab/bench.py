@@ -2,7 +2,7 @@
 or `train`.
 
 A figure is the median of its samples, with their quartiles beside it. Weights are random.
-Compare figures of one run only, never of two machines. lab/gpu.py measures on a GPU.
+Compare figures of one run only, never of two machines. lab/gpu.py measures a GPU.
 """
 import asyncio
 import os
@@ -197,8 +197,6 @@ def optimizer_step(model, optimizer) -> None:
 
 def report(samples: dict[str, list[float]], name: str) -> None:
     where = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    if torch.cuda.is_available():
-        where = f"{torch.cuda.get_device_name()}, {where}"
     print(f"{name} on {where}\n\n{'':36}{'median':>12}{'quartiles':>28}{'n':>5}")
     for figure, values in samples.items():
         some = values if len(values) > 1 else 2 * values

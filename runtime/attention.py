@@ -17,6 +17,7 @@ from runtime.packing import by_prefix
 
 varlen_attn = None
 if torch.cuda.is_available():  # only there is it used, and it takes a second to load
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new shape
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:

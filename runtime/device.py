@@ -30,7 +30,5 @@ def compute_dtype(path: str = "") -> torch.dtype:
         stored = raw.get("dtype", raw.get("torch_dtype", stored))
     if DEVICE == "cuda":
         return torch.bfloat16
-    # Before torch 2.13 nothing says what the processor can do.
-    can = getattr(torch.cpu, "get_capabilities", dict)()
-    fast = can.get("avx512_bf16", False)
+    fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast and stored in ("bfloat16", "float16") else torch.float32

@@ -46,15 +46,15 @@ def attention_for(model):
 
 def new_pool(model, memory: int | float, size: int) -> Tensor:
     """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` holds
-    (bytes, or a share of the device's), and page 0, which is for padding. ValueError if it
-    holds none. On a CPU it takes up memory only where it is written."""
+    (bytes, or a share of what a GPU has free or a CPU has in all), and page 0, which is for
+    padding. ValueError if it holds none. On a CPU only what is written takes up memory."""
     c, weight = model.config, model.lm_head.weight
     token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * weight.itemsize
     total = memory
     if isinstance(memory, float):
         device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if weight.is_cuda:
-            device_bytes = torch.cuda.get_device_properties(weight.device).total_memory
+            device_bytes, _ = torch.cuda.mem_get_info(weight.device)
         total = int(memory * device_bytes)
     count = total // (size * token)
     if count < 1:
@@ -225,7 +225,7 @@ class GatheredRows:
 
 class FlashPages:
     """Reads the pages in place, for CUDA. Requests that decode attend with the kernel in
-    runtime/decode.py, prompts in one call of varlen_attn, or one by one where it is missing.
+    runtime/decode.py, prompts in one call of varlen_attn, or each by itself without it.
 
     The part of a step that decodes is replayed as a CUDA graph for the next larger batch
     size. The largest is captured first, as the others use its memory. The rows that fill a

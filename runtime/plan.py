@@ -1,7 +1,8 @@
 """What a run needs in memory, from config.json alone: `python train.py --model DIR --plan`.
 
-Sums what is held at the same time in an update, the fullest moment of a step. Left out: the
-process itself, a sampler's prefill, a reference model, masks, and fragmentation.
+Sums what is held at the same time in an update, the fullest moment of a step. The tenth of
+the device that DEVICE_SHARE leaves is for the rest: the process, workspaces of libraries,
+masks, fragmentation. A reference model is not counted.
 """
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,8 @@ import torch
 from runtime.device import DEVICE, compute_dtype
 from runtime.files import readable
 
-LOGITS_BYTES = 1 << 27  # float32 logits at a time, as model.py has it
-MOST_WINDOWS = 96  # the cache is made for at most this many sequences of full length
-DEVICE_SHARE = 0.9  # of the device, for the cache and everything else together
+LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
+DEVICE_SHARE = 0.9  # of the device's free memory, for all that is counted
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
@@ -71,9 +71,13 @@ class Plan:
     def kept_bytes(self) -> int:
         """What a layer keeps of each token for the backward pass."""
         D, H, K, M = self.widths
-        # An RMSNorm keeps its input in float32; if its weight is trained, also the result.
+        # An RMSNorm keeps its input. On a CPU that is float32; if its weight is trained,
+        # also the result.
         normed = 2 * D + H + K if self.config.model_type == "qwen3" else 2 * D
-        norms = (4 if self.rank else 8) * normed
+        each = self.dtype.itemsize
+        if self.device == "cpu":
+            each = 4 if self.rank else 8
+        norms = each * normed
         # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
         kept = norms + self.dtype.itemsize * (2 * D + 2 * H + 2 * K + 4 * M)
         if self.device == "cpu":  # short rows attend in float32, each by itself
@@ -90,7 +94,8 @@ class Plan:
             kept, running = layers * self.row * D * self.dtype.itemsize, layer
         # The gradients of the product, of SiLU and of the gate exist at the same time.
         mlp = 3 * self.row * M * self.dtype.itemsize
-        head = 2 * min(LOGITS_BYTES, self.row * vocabulary * 4)
+        logits = 1 << (27 if self.device == "cpu" else 30)  # as model.py has it
+        head = 2 * min(logits, self.row * vocabulary * 4)
         head += 3 * self.row * D * self.dtype.itemsize
 
         table = 0 if self.rank else vocabulary * D * 4  # the head's gradient is first
@@ -116,17 +121,37 @@ class Plan:
             "gathered": gathered if casts else 0,
             "sampler copy": model * self.dtype.itemsize if copies else 0,
             "activations": self.activations(),
+            "sampler buffers": self.sampler_buffers(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
         size = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
         size *= self.window
         room = int(DEVICE_SHARE * self.have - sum(parts.values()))
-        cache = max(1, min(room // (times * size), MOST_WINDOWS)) * size
+        windows = min(room // (times * size), MOST_WINDOWS)
+        cache = max(LEAST_WINDOWS, windows) * size
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
+    def sampler_buffers(self) -> int:
+        """Logits of CUDA graphs, and partial results of the kernel; not on a CPU."""
+        if self.device == "cpu":
+            return 0
+        c, spans = self.config, self.window // 256 + 2
+        partial = c.num_attention_heads * spans * (c.head_dim + 1)
+        return 4 * MOST_WINDOWS * (3 * c.vocab_size + partial)
+
     def fits(self, ranks: int) -> bool:
-        return sum(self.need(ranks).values()) <= self.have
+        return sum(self.need(ranks).values()) <= DEVICE_SHARE * self.have
+
+    def would_fit(self, ranks: int) -> str:
+        """What would fit where this does not."""
+        found = []
+        if not self.rank and replace(self, rank=16).fitted(ranks).fits(ranks):
+            found.append("--lora-rank 16")
+        cards = (n for n in (2, 4, 8, 16) if n > ranks and self.fitted(n).fits(n))
+        if n := next(cards, 0):
+            found.append(f"{n} such devices")
+        return " or ".join(found) or "a smaller model"
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """With the first of these changes that makes it fit, or the last: layers are

@@ -42,6 +42,31 @@ def test_qwen3_4b_by_hand():
     assert (need["gradients"], need["optimizer"]) == (4 * adapters, 8 * adapters)
 
 
+def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
+    """GB of all weights, rows and a window of 8,192 tokens: within 5 %."""
+    P, T, layers = 4.022, 8192e-9, 36
+    layer = 129_320 * T  # what autograd saves on fake CUDA tensors
+    gathered = (0.389 + 2 * 0.101) * 2 + (0.389 + 0.101) * 6  # table and layers, in G
+    head = 2 * 1.074 + 3 * T * 2560 * 2  # two chunks of float32 logits, and states
+    gradient = 151_936e-9 * 2560 * 4  # of the head
+    buffers = 96 * 4e-9 * (3 * 151_936 + 32 * 34 * 129)
+    mlp = 3 * T * 9728 * 2
+    for recompute, activations in (
+            (False, layers * layer + head + gradient),
+            (True, layers * T * 2560 * 2 + max(head, layer + mlp) + gradient)):
+        need = of(device="cuda", recompute=recompute, have=79 * plan.GIB).need()
+        by_hand = {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P,
+                   "gathered": gathered, "sampler copy": 2 * P, "activations": activations,
+                   "sampler buffers": buffers, "KV cache": 8 * T * 147_456}
+        for part, size in by_hand.items():
+            assert need.pop(part) == pytest.approx(size * GB, rel=0.05), part
+        assert not any(need.values())
+    alone = of(device="cuda", have=79 * plan.GIB).fitted()
+    assert not alone.fits(1) and alone.would_fit(1) == "--lora-rank 16 or 2 such devices"
+    adapters = of(device="cuda", rank=16).kept_bytes
+    assert adapters == pytest.approx(133_128, rel=0.05)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rank", [0, 1, 16])
@@ -111,15 +136,16 @@ def test_the_cache_takes_full_windows_of_what_is_left(have, rank):
     p = of(rank=rank, have=have)
     need = p.need()
     tokens = need["KV cache"] / 147_456
-    assert tokens % p.window == 0 and 1 <= tokens / p.window <= plan.MOST_WINDOWS
-    assert sum(need.values()) <= plan.DEVICE_SHARE * have or tokens == p.window
+    windows = tokens / p.window
+    assert windows in range(plan.LEAST_WINDOWS, plan.MOST_WINDOWS + 1)
+    assert p.fits(1) or windows == plan.LEAST_WINDOWS
 
 
 def test_a_plan_is_changed_as_little_as_makes_it_fit():
     """In the order of what each change costs."""
     roomy = of(recompute=False, have=10_000 * GB)
     assert roomy.fitted() == roomy
-    assert of(recompute=False, have=90 * GB).fitted() == of(have=90 * GB)
+    assert of(recompute=False, have=120 * GB).fitted() == of(have=120 * GB)
     lora = of(rank=16, recompute=False)
     seen = []
     for half in range(400, 16, -1):

@@ -207,7 +207,7 @@ for case in range(25):
 @pytest.mark.slow
 def test_the_kernel_for_cuda_is_what_it_says_in_the_interpreter():
     pytest.importorskip("triton")
-    run_with_triton(IN_INTERPRETER, TRITON_INTERPRET="1")
+    in_a_process(IN_INTERPRETER, TRITON_INTERPRET="1")
 
 
 COMPILED = """
@@ -234,11 +234,25 @@ for kernel in (kernels.attend_spans, kernels.merge_spans):
 def test_the_kernel_compiles_for_a_gpu_without_one():
     """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
     pytest.importorskip("triton")
-    run_with_triton(COMPILED)
+    in_a_process(COMPILED)
 
 
-def run_with_triton(code, **environment):
-    """In a separate process: Triton reads its variables once."""
+def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
+    in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("out of registers")
+
+    for broken in (lambda q, *_: torch.zeros_like(q), fails):
+        monkeypatch.setattr(runtime.pages, "decode", broken)
+        assert isinstance(make().attention, runtime.pages.GatheredRows)
+        assert ("slower" in capsys.readouterr().out) == (attention != "rows")
+
+
+def in_a_process(code, **environment):
+    """Triton reads its variables once, and fake tensors need patches."""
     tests = Path(__file__).parent
     path = f"{tests.parent}{os.pathsep}{tests}"
     subprocess.run([sys.executable, "-c", code], cwd=tests.parent, check=True,
