@@ -516,7 +516,8 @@ def main() -> None:
     show(model.trace)
     if args.demo:
         score = tasks.reward(task, model.trace.answer)
-        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}")
+        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}\neight such trees in a "
+              f"picture: {Path(__file__).parent / 'lab' / 'results' / 'group.svg'}")
 
 
 def show(root: Node) -> None:

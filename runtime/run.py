@@ -248,7 +248,9 @@ class Run:
         self.report()
         if self.world.rank == 0:
             write_json(self.path("result.json"), self.result())
-            print(f"done in {self.elapsed():.0f} s: {self.path('final')}")
+            score = self.state.results["heldout_final"]["score"]
+            print(f"held out {score:.3f}, after {self.elapsed():.0f} s; next: "
+                  f"python eval.py --model {self.path('final')}")
         self.world.gather(None)  # rank 0 has written all
 
     def result(self) -> dict:

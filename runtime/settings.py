@@ -111,9 +111,11 @@ def opening(config, rlm_config, dtype) -> str:
     kind = "made from nothing" if rlm_config.scratch else "pretrained"
     precision = str(dtype).removeprefix("torch.")
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
-    return (f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
+    time = " (with the defaults about five minutes on two cores)"
+    return (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}, then "
+            f"{config.steps} steps of GRPO at {config.lr:g} on {trained}"
+            f"{time if rlm_config.scratch else ''}\n"
+            f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
             f"window of {rlm_config.window:,} tokens; trees of at most "
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
-            f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}; then GRPO, "
-            f"{config.steps} steps on {trained} at {config.lr:g}\n"
             "what is interrupted continues with:")
