@@ -143,7 +143,8 @@ def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None
     records = [record_of(r) for r in collect(asked, (run.config.seed, name), name)]
     row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
     run.state.results[name] = row
-    run.log({"phase": "eval", "name": name, "step": run.state.step, **row})
+    run.log({"phase": "eval", "name": name, "step": run.state.step,
+             "sampled": run.state.sampled, **row})
     print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
           f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
           f"{shares(row['ends'])}")

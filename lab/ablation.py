@@ -7,7 +7,9 @@ nobody. Each run of train.py has its own directory under DIR. The same command c
 what was interrupted. DIR/SET.json gets all results, and a table is printed.
 
 The difference to the set's first configuration is paired by seed, with Student's interval
-at 95 %.
+at 95 %. `board` and `board-deep` also say how many tokens were sampled when the mean score
+of the seeds first was 0.90. With --objective FILE.py they run that objective alone, as a
+row for docs/board.md.
 """
 import argparse
 import json
@@ -49,7 +51,22 @@ CREDIT = {  # who answers for a reward, see docs/objective.md
     "own score": "--objective own",
     "warm-up only": "--steps 0",
 }
+BOARD = {
+    "GRPO, children inherit": "",
+    "roots only": "--credit root",
+    "node mean": "--objective node_mean --length sequence",
+    "RAO": "--objective rao",
+    "own score": "--objective own",
+    "rejection sampling": "--objective filter",
+    "DPO": "--objective dpo",
+    "leave one out": "--objective leave_one_out",
+    "MaxRL": "--objective max_rl",
+}
+REACHED = 0.9  # of the held-out score, on the board
 SETS = {
+    "board": Set(BOARD, "--eval-every 5", tokens=400_000, seeds=(0, 1, 2)),
+    "board-deep": Set(BOARD, "--task deep --eval-every 5", "--warmup-steps 1500",
+                      tokens=400_000, seeds=(0, 1, 2)),
     "core": Set({
         "default": "",
         "roots only": "--credit root",
@@ -72,11 +89,11 @@ SETS = {
 }
 
 
-def run(name: str, out: str) -> None:
+def run(name: str, out: str, objective: str = "") -> None:
     """Run what is missing of a set, write DIR/SET.json, and print the table."""
-    kind = SETS[name]
+    kind, own = SETS[name], {objective: f"--objective {objective}"}
     rows = [{"name": label, "flags": flags, "runs": []}
-            for label, flags in kind.rows.items()]
+            for label, flags in (own if objective else kind.rows).items()]
     for seed in kind.seeds:
         for row in rows:
             alone = ALONE if ALONE in row["flags"] else ""
@@ -122,20 +139,32 @@ def read(path: str) -> dict:
         lines = [json.loads(line) for line in file]
     last = [line for line in lines if line.get("name") == "heldout_final"][-1]
     kept = {key: result.get(key) for key in ("seed", *HELDOUT, "sampled_tokens", "seconds")}
-    return kept | {"tokens": last["out"], "nodes": last["nodes"]}
+    curve = [(line["sampled"], line["score"]) for line in lines
+             if line.get("name") == "heldout_now"]
+    return kept | {"tokens": last["out"], "nodes": last["nodes"], "curve": curve}
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| configuration | flags | seeds | mean | difference |", "|---" * 5 + "|"]
+    lines = ["| configuration | flags | seeds | mean | difference | tokens to "
+             f"{REACHED} |", "|---" * 6 + "|"]
     first = [run["heldout_final"] for run in rows[0]["runs"]]
     for row in rows:
         scores = [run["heldout_final"] for run in row["runs"]]
         paired = [score - other for score, other in zip(scores, first)]
         cells = [row["name"], row["flags"] and f"`{row['flags']}`",
                  " ".join(f"{score:.3f}" for score in scores),
-                 f"{statistics.fmean(scores):.3f}", interval(paired)]
+                 f"{statistics.fmean(scores):.3f}", interval(paired), reached(row["runs"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def reached(runs: list[dict]) -> str:
+    """Sampled tokens, on average, when the mean held-out score of the runs was REACHED."""
+    for points in zip(*(run["curve"] for run in runs)):
+        tokens, scores = zip(*points)
+        if statistics.fmean(scores) >= REACHED:
+            return f"{statistics.fmean(tokens):,.0f}"
+    return "–"
 
 
 def interval(values: list[float]) -> str:
@@ -149,8 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare configurations of train.py.")
     parser.add_argument("set", choices=SETS, help="which configurations")
     parser.add_argument("--out", required=True, help="the directory of all runs")
+    parser.add_argument("--objective", default="", metavar="FILE.py",
+                        help="run this objective alone")
     args = parser.parse_args()
-    run(args.set, args.out)
+    run(args.set, args.out, args.objective)
 
 
 if __name__ == "__main__":

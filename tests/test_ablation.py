@@ -34,7 +34,9 @@ def finish(path, score):
     (path / "result.json").write_text(json.dumps({
         "seed": int(path.name[-1]), "heldout_final": score}))
     (path / "metrics.jsonl").write_text(json.dumps({
-        "phase": "eval", "name": "heldout_final", "out": 80.0, "nodes": 4.0}) + "\n")
+        "phase": "eval", "name": "heldout_final", "out": 80.0, "nodes": 4.0}) + "".join(
+        "\n" + json.dumps({"name": "heldout_now", "sampled": tokens, "score": now})
+        for tokens, now in ((100, 0.2), (300, 0.95), (500, 1.0))))
 
 
 def test_a_set_is_run_continued_and_reported(asked, tmp_path, monkeypatch, capsys):
@@ -57,7 +59,7 @@ def test_a_set_is_run_continued_and_reported(asked, tmp_path, monkeypatch, capsy
     # 0.05, and Student's quantile for two 12.71.
     row = capsys.readouterr().out.splitlines()[-2]
     assert row == ("| summed | `--children sum` | 0.200 0.700 | 0.450 | "
-                   "+0.050 [-0.585, +0.685] |")
+                   "+0.050 [-0.585, +0.685] | 300 |")
     _, row, _ = json.loads((tmp_path / "some.json").read_text())["rows"]
     assert [run["heldout_final"] for run in row["runs"]] == pytest.approx([0.2, 0.7])
 
