@@ -72,16 +72,16 @@ def agreement(model: Qwen3) -> None:
     prompts = [shared + random_ids(rng, 20) for _ in range(8)]
     sampler = Sampler(model, memory=0.25)
     done = generate(sampler, prompts, NEW)
-    rows = [Row([*ids, *new.ids], [0] * len(ids) + [1] * len(new.ids),
-                [0.0] * len(ids) + list(new.logprobs), [1.0] * len(new.ids), 1.0)
+    rows = [row_of([*ids, *new.ids], [0] * len(ids) + [1] * len(new.ids))
             for ids, new in zip(prompts, done)]
+    sampled = torch.tensor([p for new in done for p in new.logprobs], device=DEVICE)
     pack = collate(rows, DEVICE)
     with torch.inference_mode():
         packed, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
         alone = [collate([each], DEVICE) for each in rows]
         plain = torch.cat([model.logprobs(one["ids"], one["mask"])[0] for one in alone])
     print(f"| attention of the sampler | {type(sampler.attention).__name__} |")
-    for name, got in (("sampler", pack["sampler"]), ("packed rows", packed)):
+    for name, got in (("sampler", sampled), ("packed rows", packed)):
         gap = (got - plain).abs()
         row(f"{name}: mean, largest difference", gap.mean().item(), gap.max().item())
 
@@ -115,8 +115,7 @@ def update_all(model: Qwen3, rank: int = 0) -> None:
     c, tokens, flops = model.config, 4 * window(model), multiplied()
     length, rng = window(model), random.Random(0)
     mask = [i // 64 % 2 for i in range(length - 1)] + [1]  # every other 64 are sampled
-    rows = [Row(random_ids(rng, length), mask, [-10.0] * length, [1.0] * sum(mask), 1e-3)
-            for _ in range(4)]
+    rows = [row_of(random_ids(rng, length), mask) for _ in range(4)]
     plan = Plan(c, tokens, tokens, rank, torch.bfloat16, 0, recompute=True)
     if rank:
         model.requires_grad_(True).add_lora(rank, 32.0)
@@ -165,7 +164,7 @@ def step(model: Qwen3) -> None:
                 if turn == 0:
                     await asyncio.gather(*(node(-1, f"{key} {i}", 0)
                                            for i in range(children)))
-        rows.append(Row(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3))
+        rows.append(row_of(ids, mask))
 
     trees = [(n, (n // GROUP, str(n), CHILDREN)) for n in range(QUESTIONS * GROUP)]
     at_once = trees_at_once(1 + CHILDREN)
@@ -176,9 +175,9 @@ def step(model: Qwen3) -> None:
     row("seconds of a step: rollouts, of these forward passes; update",
         rollouts, sampler.stats["seconds"], updated)
     row("milliseconds that a turn waits for its REPL", 1e3 * waited / (len(rows) * TURNS))
-    row("nodes, sampled tokens, tokens of all rows", len(rows),
-        sum(sum(r.mask) for r in rows), sum(len(r.ids) for r in rows))
-    row("hours of 100 such steps", 100 * (rollouts + updated) / 3600)
+    row("sampled tokens; tokens of all rows; hours of 100 such steps",
+        sum(sum(r.mask) for r in rows), sum(len(r.ids) for r in rows),
+        100 * (rollouts + updated) / 3600)
 
 
 def generate(sampler: Sampler, prompts: list[list[int]], tokens: int) -> list:
@@ -187,6 +186,10 @@ def generate(sampler: Sampler, prompts: list[list[int]], tokens: int) -> list:
                                       for i, ids in enumerate(prompts)))
 
     return asyncio.run(together())
+
+
+def row_of(ids: list[int], mask: list[int]) -> Row:
+    return Row(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
 
 
 def window(model: Qwen3) -> int:
