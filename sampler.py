@@ -99,7 +99,7 @@ class Sampler:
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         self.batch = batch
         self.window = min(window or np.inf, model.config.max_position_embeddings)
-        attention = attention_for(self.model)
+        attention, problem = attention_for(self.model), ""
         try:
             self._make_pool(attention, memory, page)
             if attention is FlashPages:
@@ -107,8 +107,9 @@ class Sampler:
         except Exception as error:  # no kernel was compiled on this card before
             if attention is GatheredRows:
                 raise
-            print("sampler: pages are not read in place, which is slower: "
-                  f"{type(error).__name__}: {str(error)[:200]}")
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+        if problem:  # only here, as the exception held the first pool
+            print(f"sampler: pages are not read in place, which is slower: {problem}")
             self.pool = self.attention = None
             self._make_pool(GatheredRows, memory, page)
         self.waiting: list[Request] = []  # both in order of arrival

@@ -112,7 +112,7 @@ def sampling(model: Qwen3) -> None:
 
 
 def update_all(model: Qwen3, rank: int = 0) -> None:
-    c, tokens, flops = model.config, 4 * window(model), multiplied()
+    c, tokens, flops = model.config, window(model), multiplied()
     length, rng = window(model), random.Random(0)
     mask = [i // 64 % 2 for i in range(length - 1)] + [1]  # every other 64 are sampled
     rows = [row_of(random_ids(rng, length), mask) for _ in range(4)]
