@@ -470,7 +470,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
-    assert capsys.readouterr().out == table[:table.index("a model made")]
+    assert capsys.readouterr().out == table[:table.index("a warm-up of")]
 
 
 # --- what takes minutes -------------------------------------------------------------------
