@@ -234,8 +234,8 @@ def centred(values: list[float]) -> list[float]:
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own, "
-                "process (lab/objectives.py); or path/to/file.py[:function]")
+        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
+                "(lab/objectives.py); or path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))

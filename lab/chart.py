@@ -6,8 +6,8 @@
 
 Curves show the reward per step, as a moving average: the mean of the runs of a NAME, and
 each run as a thin line. Dots show the held-out score of each run, with a bar at the mean.
-Tokens and nodes show that score against those of a held-out tree. The same data give the
-same file, byte for byte.
+Nodes show that score against the nodes of a held-out tree. The same data give the same
+file, byte for byte.
 """
 import argparse
 import itertools
@@ -78,21 +78,12 @@ def dots(axes: Axes, runs: Runs) -> None:
     axes.invert_yaxis()
 
 
-def tokens(axes: Axes, runs: Runs) -> None:
-    scores_against(axes, runs, "tokens", "sampled tokens of a held-out tree")
-    axes.set_xlim(left=0)
-
-
 def nodes(axes: Axes, runs: Runs) -> None:
-    scores_against(axes, runs, "nodes", "nodes of a held-out tree")
+    for name, of_name in runs.items():
+        points = [(run["nodes"], run["heldout_final"]) for run in of_name]
+        axes.plot(*zip(*points), "o", alpha=0.6, label=name)
+    axes.set(ylim=(0, 1.02), ylabel="held-out score", xlabel="nodes of a held-out tree")
     axes.set_xscale("log")
-
-
-def scores_against(axes: Axes, runs: Runs, metric: str, label: str) -> None:
-    for marker, (name, of_name) in zip("oooossssDDDD", runs.items()):  # colours repeat
-        points = [(run[metric], run["heldout_final"]) for run in of_name]
-        axes.plot(*zip(*points), marker, alpha=0.6, label=name)
-    axes.set(ylim=(0, 1.02), ylabel="held-out score", xlabel=label)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -101,7 +92,7 @@ def main() -> None:
     parser.add_argument("out", help="the SVG file to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
                         help="directories of runs by name, or a file of lab/results")
-    kinds = {"curves": curves, "dots": dots, "tokens": tokens, "nodes": nodes}
+    kinds = {"curves": curves, "dots": dots, "nodes": nodes}
     parser.add_argument("--kind", default="curves", choices=kinds)
     args = parser.parse_args()
     runs = {}

@@ -5,7 +5,6 @@ is trained one advantage per sampled turn and the weight of its tokens. The loss
 grpo.py's. `reads` names the switches that an objective reads; the others are refused. Left
 out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
-import math
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -14,11 +13,10 @@ from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, cred
                   inherit, reads, relative, scored_groups)
 from tree import Node, Rollout
 
-NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own", "process")
+NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own")
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
-PROCESS = 0.2  # the advantage of a turn without an error in `process`
 
 
 @reads("credit", "children", "length")
@@ -156,29 +154,6 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 
 
 @reads("credit", "children", "length", "std")
-def process(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """An advantage of its own for each turn: whether its block ran without an error.
-
-    After Agent-R1 (2511.14460). With v_t = 1 for a turn that has a block without an error
-    and 0 for others, A_t = A + PROCESS * (v_t - mean of v over the group's trained
-    turns). What is added is at most |A| / 2, so that it never outweighs the answer; where
-    A is 0 all of it counts."""
-    result = credit(rollouts, config)
-    for members in scored_groups(rollouts).values():
-        nodes = [n for i in members for n in rollouts[i].root.walk() if n in result]
-        valid = [turn not in node.errors for node in nodes
-                 for turn in range(len(result[node].advantages))]
-        mean = sum(valid) / max(1, len(valid))
-        for node in nodes:
-            changed = []
-            for turn, advantage in enumerate(result[node].advantages):
-                most = abs(advantage) / 2 or math.inf
-                extra = PROCESS * ((turn not in node.errors) - mean)
-                changed.append(advantage + max(-most, min(most, extra)))
-            result[node] = Credit(changed, result[node].weight)
-    return result
-
-
 def _left_out(rewards: list[float]) -> list[float]:
     """Each reward minus the mean of the others; 0 for one alone."""
     return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]

@@ -79,20 +79,6 @@ def test_rewards_that_are_not_above_0_have_no_mean_to_divide_by():
     assert all(given.advantages == [0.0, 0.0] for given in credit.values())
 
 
-def test_the_process_reward_is_per_turn_and_never_outweighs_the_answer(monkeypatch):
-    trees = scored_trees()
-    trees[0].root.errors = [1]  # of 16 turns in the group one is wrong
-    config = plain(objective="process")
-    credit = objectives.process(trees, config)
-    right, wrong = 0.2 * (1 - 15 / 16), 0.2 * (0 - 15 / 16)
-    assert credit[trees[0].root].advantages == pytest.approx([0.5 + right, 0.5 + wrong])
-    assert credit[trees[2].root].advantages == pytest.approx([right, right])  # A is 0
-
-    monkeypatch.setattr(objectives, "PROCESS", 9.0)
-    credit = objectives.process(trees, config)
-    assert credit[trees[0].root].advantages == pytest.approx([0.5 + 0.25, 0.5 - 0.25])
-
-
 def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
     """-log sigmoid(beta m) at pi = pi_ref, with m written out over two trees with all their
     nodes, is what comes as advantages over micro-batches of a single row."""
