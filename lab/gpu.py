@@ -207,7 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.part:
         where = torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU"
-        print(f"| {where}, torch {torch.__version__} | | | |\n|---|---|---|---|", flush=True)
+        print(f"| {where}, torch {torch.__version__} | | | |\n{'|---' * 4}|", flush=True)
         for part in PARTS:
             print(f"| **{part}** | |", flush=True)
             rest = [f"--model={args.model}"] if args.model else []
