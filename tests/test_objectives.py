@@ -1,4 +1,5 @@
 """The objectives of others: numbers by hand, DPO against its textbook loss."""
+import asyncio
 import random
 
 import pytest
@@ -6,8 +7,9 @@ import torch
 from test_grpo import node, plain, rollout
 
 from grpo import GRPOConfig, check_switches, make_rows, node_weights, policy_loss
-from lab import bias, objectives
+from lab import bias, frozen, objectives
 from runtime.packing import collate, micro_batches
+from tree import Node
 
 
 def scored_trees():
@@ -134,3 +136,13 @@ def test_the_gradient_of_dpo_holds_for_one_update_without_a_kl_term():
     for switch in ({"updates": 2}, {"kl": 0.1}):
         with pytest.raises(ValueError, match="takes updates 1 and kl 0"):
             objectives.dpo([], GRPOConfig(objective="dpo", **switch))
+
+
+def test_frozen_children_are_asked_of_their_own_policy():
+    async def answer(name):
+        return name
+
+    policy = frozen.apart(lambda *_: answer("roots"), lambda *_: answer("children"))
+    nodes = [Node(()), Node((0,)), Node((0, 1))]
+    asked = [asyncio.run(policy(node, 1, ())) for node in nodes]
+    assert asked == ["roots", "children", "children"]
