@@ -55,13 +55,15 @@ def main() -> None:
     for pair in sys.argv[1:]:
         roots, children = (rlm.RLM(path, batch=96) for path in pair.split(","))
         trees = asyncio.run(rlm.collect(
-            heldout_tasks(128, tasks.load("notes")), apart(roots.policy, children.policy),
-            roots.tokenizer, roots.config, (0, "heldout")))
+            heldout_tasks(128, tasks.load("notes")),
+            apart(roots.policy, children.policy), roots.tokenizer, roots.config,
+            (0, "heldout")))
         nodes = [child for tree in trees for child in tree.root.children]
-        # A child has one note. It looks in its first message, and answers in its second.
+        # It looks at its note in its first message, and answers in its second.
         read = statistics.fmean(sum(t.sampled for t in n.turns) > 1 for n in nodes)
-        print(f"| {pair} | {statistics.fmean(tree.reward for tree in trees):.3f} | "
-              f"{read:.3f} | {statistics.fmean(n.sampled for n in nodes):.1f} |", flush=True)
+        score = statistics.fmean(tree.reward for tree in trees)
+        tokens = statistics.fmean(node.sampled for node in nodes)
+        print(f"| {pair} | {score:.3f} | {read:.3f} | {tokens:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
