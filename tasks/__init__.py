@@ -8,7 +8,6 @@
     definitions  words of a class, in a dictionary       F1 over the words
     niah         a number hidden in filler (RULER)       share of the references contained
     oolong       label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
-    pairs        label, then pair users (OOLONG-Pairs)   F1 over unordered pairs
 
 A kind is a module with two functions:
 
@@ -39,7 +38,7 @@ from typing import Any
 from runtime import handed_in
 from tasks import in_repl
 
-NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong", "pairs")
+NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 **
 |error|. How a generated question begins decides its label, so that a script knows it. A
-model has to read. pairs.py asks about such lines, too.
+model has to read.
 """
 import ast
 import re

@@ -150,7 +150,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
 
 # --- a second start -----------------------------------------------------------------------
 
-FLAGS = ["--policy", "oracle", "--tasks", "niah,pairs", "--lengths", "2000", "--n", 3,
+FLAGS = ["--policy", "oracle", "--tasks", "niah,oolong", "--lengths", "2000", "--n", 3,
          "--methods", "rlm1,rlm0"]
 
 

@@ -98,7 +98,6 @@ def test_pieces_too_short_to_be_an_answer_score_0():
 
 # (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
 # does not: an answer has to be the answer, in any JSON form that holds nothing else.
-TWO_PAIRS = [["22740", "35839"], ["35839", "52032"]]
 SCORES = [
     # RULER, arXiv 2404.06654, table 2: S-NIAH, MK-NIAH, MV-NIAH, MQ-NIAH
     ("niah", ["12345"], {1: ["12345", 12345, "The special magic number for long-context "
@@ -126,15 +125,6 @@ SCORES = [
         1: ["Answer: less common than", "Answer: entity is less common than location"]}),
     ("oolong", ("COMPARISON", "more common than"), {
         0: ["more common than or less common than", "Answer: less common than"]}),
-    # OOLONG-Pairs, the same, appendix B.2: "if the answer is the Instance ID pairs (22740,
-    # 35839) and (35839, 52032), you should return '(22740, 35839), (35839, 52032)'. If
-    # there is no answer, return an empty list []"; "We report F1 scores over the answer"
-    ("pairs", TWO_PAIRS, {1: ["(22740, 35839), (35839, 52032)"], 2 / 3: ["(35839, 22740)"],
-                          0.5: ["(22740, 35839)\n(22740, 52032)"], 0: ["[]"]}),
-    ("pairs", [["1", "2"]], {
-        1: [[[2, 1], ["1", "2"], "(1, 2)"]],
-        0: ["1, 2", [1, 2], [[1, 2, 3]], [[1.0, 2.0]], {"1": "2"}, [[["1", "2"]]]]}),
-    ("pairs", [], {1: ["[]", []], 0: ["", None, "I found none", "(1, 2)"]}),
     # Evidence as in the published training run: F1 of character overlap; half of the gold
     # and as much beside it are precision 1/2 and recall 1/2
     ("evidence", {"p": ["aaaabbbbccccdddd"]}, {0.5: [["ccccddddeeeeffff"]]}),

@@ -160,9 +160,6 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
                 "['incorrect']", "answer_type": "ANSWER_TYPE.LABEL"}, "Which?",
                "Date: Sep 06, 2023 || User: 14512 || Instance: What is a tonne ?",
                {"type": "LABEL", "value": "incorrect"}),
-    "pairs": ({"question": "Which pairs?", "context_window_text": "text",
-               "answer": "(22740, 35839), (52032, 35839)"}, "Which pairs?", "text",
-              [["22740", "35839"], ["35839", "52032"]]),
 }
 
 
@@ -200,7 +197,6 @@ def selection(text, of="p"):
     ("evidence", selection("Some text.", of="q"), "text"),
     ("evidence", selection("Somé text."), "text"), ("evidence", selection(" "), "text"),
     ("niah", {"outputs": "54"}, "outputs"), ("oolong", {"answer": 5}, "answer"),
-    ("pairs", {"answer": None}, "answer"),
 ], ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
         tmp_path, kind, changes, field, capsys):

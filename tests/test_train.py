@@ -248,7 +248,7 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
         return list(Questions(tasks.load(task), heldout=9).longer)
 
     assert longer("notes") == ["heldout_4x", "heldout_16x"]
-    assert longer("pairs") == ["heldout_4x"] and longer("deep") == []
+    assert longer("definitions") == ["heldout_4x"] and longer("deep") == []
 
 
 def test_without_children_scripts_call_nobody(short_run, tmp_path, monkeypatch):
