@@ -156,7 +156,8 @@ def by_children(path):
     """Write, for each rule, number of children and dial: the angle between the expected and
     the true gradient in degrees, and the variance over the square of the mean."""
     rows = []
-    for name, k, dial in itertools.product(RULES, (1, 2, 4, 8), (0.0, 0.25, 0.5, 0.75, 1.0)):
+    dials = (0.0, 0.25, 0.5, 0.75, 1.0)
+    for name, k, dial in itertools.product(RULES, (1, 2, 4, 8), dials):
         mean, variance = moments(name, k, dial)
         p, q = CHANCE
         true = torch.tensor([(1 - dial) * p * (1 - p), dial * q * (1 - q)]).double()
