@@ -37,9 +37,9 @@ def test_of_k_children_the_rules_give_what_is_worked_out_by_hand():
     """G = 3 trees, k = 4, dial 0.5. The truth is (P / 2, Q / 2).
 
     Summed: a child's token has the covariance 0.5 Q / 4 with its tree's reward, and there
-    are 4; the group's mean takes a third away. With 1/k a quarter of that is left. A child's
-    own score has the covariance Q with its token whatever the dial is, times 4 children; the
-    mean of all 12 takes a twelfth away."""
+    are 4; the group's mean takes a third away. With 1/k a quarter of that is left. A
+    child's own score has the covariance Q with its token whatever the dial is, times 4
+    children; the mean of all 12 takes a twelfth away."""
     for rule, of_child in [("inherit, summed", 2 / 3 * Q / 2), ("inherit, 1/k", Q / 12),
                            ("one child drawn", 2 / 3 * Q / 2), ("own score", 11 / 3 * Q)]:
         mean, _ = bias.moments(rule, 4, 0.5)
