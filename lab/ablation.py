@@ -79,7 +79,6 @@ SETS = {
         "rejection sampling": "--objective filter",
         "warm-up only": "--steps 0",
     }),
-    "credit-evidence": Set(CREDIT, "--task evidence"),
     "credit-deep": Set(CREDIT, "--task deep --lr 3e-4", "--warmup-steps 1500", 300_000),
     "credit-definitions": Set(
         CREDIT | {"roots only": "--credit root"},

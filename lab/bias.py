@@ -1,12 +1,10 @@
-"""How far the expected gradient of an objective is from the true one: `python -m lab.bias`.
+"""Bias and variance of rules of credit, exact: `python -m lab.bias OUT.json`.
 
-The policy has seven logits and eleven possible trees, so all can be enumerated. The root
-answers at once (token 0), asks one child (1), or asks two and says one more token (2, then
-3 or 4). A child says 5 or 6; its own score is 1 for a 6. The expected gradient of an
-objective is a sum over all groups of trees, each through the rows and the loss of grpo.py.
-
-`python -m lab.bias OUT.json` writes bias and variance by the number of children, and by how
-much of the reward is the children's work.
+A root says one token, and k children say one token each; CHANCE says how often they are
+right. The reward is (1 - dial) * (is the root right?) + dial * (the share of the children
+that are). All groups of three trees are enumerated, each through the objectives and the
+rows of the code, without a division by the deviation. Left out: roots that choose how many
+children they ask, and what the length of a message does (all have one token).
 """
 import itertools
 import math
@@ -16,114 +14,51 @@ from collections import Counter
 import torch
 from torch.nn.functional import cosine_similarity
 
-from grpo import LENGTH_CONSTANT, Credit, GRPOConfig, credit, make_rows, policy_loss
+from grpo import LENGTH_CONSTANT, Credit, GRPOConfig, credit, make_rows
 from lab import objectives
 from runtime.files import write_json
-from runtime.packing import collate
 from tree import Node, Rollout, Turn
 
-THETA = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, -0.6, 0.5], dtype=torch.float64)
-UNBIASED = {"children": "sum", "length": "constant", "std": "off"}
 GROUP = 3
-SWITCHES = [("constant", "sum"), ("constant", "mean"), ("sequence", "sum"),
-            ("sequence", "mean"), ("batch", "mean")]  # length, children
-BOTH = ({"children": "sum"}, {"children": "mean"})
-FORMS = [
-    *(("grpo", {"children": children, "length": length, "std": std})
-      for std in ("off", "on") for length, children in SWITCHES),
-    *((name, switch) for name in ("leave_one_out", "max_rl", "filter", "dpo")
-      for switch in BOTH),
-    ("node_mean", {"std": "off"}), ("node_mean", {"std": "off", "length": "sequence"}),
-    *(("own", {"std": "off"} | switch) for switch in BOTH),
-    ("rao", {"children": "sum"}), ("rao", {}), ("rao", {"length": "batch"}),
-]
-
-
-OFF, SUM = {"std": "off"}, {"std": "off", "children": "sum"}
+CHANCE = (0.6, 0.4)  # that a root is right, and that a child is
+CHILDREN = (1, 2, 4, 8)
+DIALS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SUMMED = {"std": "off", "children": "sum"}
 RULES = {  # name: (objective, switches, whether one child drawn stands for all k)
-    "inherit, 1/k": ("grpo", OFF, False),
-    "inherit, summed": ("grpo", SUM, False),
-    "roots only": ("grpo", OFF | {"credit": "root"}, False),
-    "own score": ("own", SUM, False),
+    "inherit, 1/k": ("grpo", {"std": "off"}, False),
+    "inherit, summed": ("grpo", SUMMED, False),
+    "all tokens alike": ("grpo", {"std": "off", "length": "batch"}, False),
+    "roots only": ("grpo", {"std": "off", "credit": "root"}, False),
+    "own score": ("own", SUMMED, False),
     "RAO": ("rao", {"children": "sum"}, False),
     "leave one out": ("leave_one_out", {"children": "sum"}, False),
-    "one child drawn": ("grpo", SUM, True),
+    "one child drawn": ("grpo", SUMMED, True),
 }
-CHANCE = (0.6, 0.4)  # that a root is right, and that a child is
 
 
-def token_logprobs(theta):
-    """log pi of tokens 0 to 6, each of which is one of 0-2, 3-4 or 5-6."""
-    return torch.cat([part.log_softmax(0) for part in theta.split([3, 2, 2])])
-
-
-def node(path, ids, *children):
+def node(path: tuple, token: int, *children: Node) -> Node:
     made = Node(path, children=list(children))
-    made.score = float(ids == [6]) if path else None
     made.add(Turn("user", "", (0,)))
-    made.add(Turn("assistant", "", tuple(ids), (0.0,) * len(ids)))
+    made.add(Turn("assistant", "", (token,), (0.0,)))
     return made
 
 
-def all_trees():
-    """(root, sampled tokens, reward) of every tree.
-
-    The best is to ask two children that both say 6; parts of it are worth something."""
-    yield node((), [0]), [0], 0.35
-    for b in (5, 6):
-        yield node((), [1], node((0,), [b])), [1, b], 0.1 + 0.4 * (b == 6)
-    for c, b1, b2 in itertools.product((3, 4), (5, 6), (5, 6)):
-        root = node((), [2, c], node((0,), [b1]), node((1,), [b2]))
-        reward = 0.2 * (c == 3) + 0.4 * (b1 == 6) + 0.4 * (b2 == 6) * (b1 == 6)
-        yield root, [2, c, b1, b2], reward
-
-
-def true_gradient():
-    theta = THETA.clone().requires_grad_()
-    logprobs = token_logprobs(theta)
-    expected = sum(logprobs[ids].sum().exp() * reward for _, ids, reward in all_trees())
-    expected.backward()
-    return theta.grad
-
-
-def expected_gradient(config, group_size, objective=credit):
-    """The mean gradient of J (7,) over all groups of this size, by their probabilities.
-
-    J is scaled by the length constant if there is one, as if that were 1."""
-    theta = THETA.clone().requires_grad_()
-    logprobs = token_logprobs(theta)
-    constant = LENGTH_CONSTANT if config.length == "constant" else 1.0
-    expected = torch.zeros_like(theta)
-    places = [list(all_trees()) for _ in range(group_size)]  # no two places share a Node
-    for group in itertools.product(*places):
-        ids = [i for _, tokens, _ in group for i in tokens]
-        rollouts = [Rollout({}, "group", root, reward) for root, _, reward in group]
-        rows = make_rows(rollouts, objective(rollouts, config), config)
-        if rows:
-            pack = collate(rows, "cpu")
-            sampled = logprobs[pack["ids"][pack["mask"].bool()]]
-            pack["sampler"] = sampled.detach()
-            loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
-            gradient, = torch.autograd.grad(-loss * constant, theta, retain_graph=True)
-            expected += logprobs.detach()[ids].sum().exp() * gradient
-    return expected
-
-
-def moments(name, k, dial):
+def moments(name: str, k: int, dial: float) -> tuple[torch.Tensor, float]:
     """How a rule estimates the gradient by the logits (root, child), from one group: its
-    mean, and its variance, summed over both. All is exact.
+    mean (2), and its variance, summed over both.
 
-    A root says 0 or 1 (right) and asks k children, who say 2 or 3 (right). The reward is
-    (1 - dial) * (is the root right?) + dial * (the share of the children that are)."""
+    A root says 0, or 1 (right). Its children say 2, or 3 (right)."""
     objective, switches, draw = RULES[name]
     config = GRPOConfig(objective=objective, **switches)
     objective = credit if objective == "grpo" else getattr(objectives, objective)
     p, q = CHANCE
-    outcomes = {}  # (root, right children, the drawn child): probability
-    for x, right, drawn in itertools.product((0, 1), range(k + 1), (0, 1)):
+    outcomes = {}  # (root, right children, is the drawn one right?): probability
+    for x, right in itertools.product((0, 1), range(k + 1)):
         chance = p if x else 1 - p
         chance *= math.comb(k, right) * q ** right * (1 - q) ** (k - right)
-        outcomes[x, right, drawn] = chance * (right if drawn else k - right) / k
+        of_drawn = {1: right / k, 0: 1 - right / k} if draw else {None: 1.0}
+        for drawn, share in of_drawn.items():
+            outcomes[x, right, drawn] = chance * share
 
     mean, square = torch.zeros(2).double(), 0.0
     for group in itertools.combinations_with_replacement(outcomes, GROUP):
@@ -132,16 +67,18 @@ def moments(name, k, dial):
         chance = orders * math.prod(outcomes[tree] for tree in group)
         rollouts, left_out = [], []
         for x, right, drawn in group:
-            children = [node((i,), [2 + (i < right)]) for i in range(k)]
+            # The first children are right, the last are wrong.
+            children = [node((i,), 2 + (i < right)) for i in range(k)]
             for child in children:
                 child.score = float(child.ids[-1] == 3)
             reward = (1 - dial) * x + dial * right / k
-            rollouts.append(Rollout({}, "group", node((), [x], *children), reward))
-            left_out += children[:-1] if drawn == 0 else children[1:]
+            rollouts.append(Rollout({}, "group", node((), x, *children), reward))
+            left_out += children[1:] if drawn else children[:-1]
         credits = objective(rollouts, config)
-        if draw:  # the first children are right, the last are wrong
+        if draw:
             credits = {n: Credit(given.advantages, given.weight * (k if n.depth else 1))
                        for n, given in credits.items() if n not in left_out}
+
         estimate = torch.zeros(2).double()
         for row in make_rows(rollouts, credits, config):
             kind, says = divmod(row.ids[-1], 2)
@@ -152,44 +89,22 @@ def moments(name, k, dial):
     return mean, square - float(mean @ mean)
 
 
-def by_children(path):
-    """Write, for each rule, number of children and dial: the angle between the expected and
-    the true gradient in degrees, and the variance over the square of the mean."""
-    rows = []
-    dials = (0.0, 0.25, 0.5, 0.75, 1.0)
-    for name, k, dial in itertools.product(RULES, (1, 2, 4, 8), dials):
-        mean, variance = moments(name, k, dial)
+def cell(name: str, k: int, dial: float) -> dict:
+    """The angle between the expected and the true gradient in degrees, and the variance
+    over the square of the mean. None where a rule learns nothing: roots only, at dial 1."""
+    mean, variance = moments(name, k, dial)
+    found = {"children": k, "dial": dial, "degrees": None, "noise": None}
+    if mean.norm() > 1e-9:
         p, q = CHANCE
-        true = torch.tensor([(1 - dial) * p * (1 - p), dial * q * (1 - q)]).double()
-        row = {"rule": name, "children": k, "dial": dial, "mean": mean.tolist(),
-               "true": true.tolist(), "degrees": None, "noise": None}
-        if mean.norm() > 1e-9:  # roots only learn nothing where only children matter
-            cosine = cosine_similarity(mean, true, dim=0).clamp(-1, 1)
-            row["degrees"] = math.degrees(cosine.acos())
-            row["noise"] = variance / float(mean @ mean)
-        rows.append(row)
-    write_json(path, {"command": "python -m lab.bias OUT.json", "rows": rows})
-
-
-def main():
-    if sys.argv[1:]:
-        return by_children(sys.argv[1])
-    print(f"Groups of {GROUP}, by the length constant; of grpo also by G / (G - 1).\n")
-    print("| objective | switches | norm / true | cosine | children over root / true |")
-    print("|---|---|---|---|---|")
-    true = true_gradient()
-    for name, switches in FORMS:
-        objective = credit if name == "grpo" else getattr(objectives, name)
-        config = GRPOConfig(objective=name, **switches)
-        gradient = expected_gradient(config, GROUP, objective)
-        if name == "grpo":
-            gradient *= GROUP / (GROUP - 1)
-        ratio = gradient.norm() / true.norm()
-        cosine = cosine_similarity(gradient, true, dim=0)
-        children, of_true = (g[5:].norm() / g[:5].norm() for g in (gradient, true))
-        print(f"| {name} | {' '.join(switches.values())} | {ratio:.3f} | {cosine:.4f} | "
-              f"{children / of_true:.2f} |")
+        true = torch.tensor([(1 - dial) * p * (1 - p), dial * q * (1 - q)]).to(mean)
+        cosine = cosine_similarity(mean, true, dim=0).clamp(-1, 1)
+        found["degrees"] = math.degrees(cosine.acos())
+        found["noise"] = variance / float(mean @ mean)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    found = {"command": "python -m lab.bias OUT.json"}
+    for rule in RULES:
+        found[rule] = [cell(rule, k, dial) for k in CHILDREN for dial in DIALS]
+    write_json(sys.argv[1], found)

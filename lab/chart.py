@@ -3,16 +3,19 @@
     python -m lab.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
     python -m lab.chart OUT.svg lab/results/main.json              runs that were recorded
     python -m lab.chart OUT.svg lab/results/deep.json --kind dots
+    python -m lab.chart OUT.svg lab/results/bias.json --kind rules
 
 Curves show the reward per step, as a moving average: the mean of the runs of a NAME, and
 each run as a thin line. Dots show the held-out score of each run, with a bar at the mean.
-Nodes show that score against the nodes of a held-out tree. The same data give the same
-file, byte for byte.
+Nodes show that score against the nodes of a held-out tree. Rules show what lab.bias says
+at dial 0.5: bias against variance, one dot per number of children. The same data give the
+same file, byte for byte.
 """
 import argparse
 import itertools
 import json
 import os
+from collections import defaultdict
 from statistics import fmean
 
 import matplotlib
@@ -21,7 +24,8 @@ from matplotlib.figure import Figure
 
 from runtime.files import read_json
 
-COLOURS = ("#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0")  # distinct on white and on black
+COLOURS = (  # distinct on white and on black
+    "#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0", "#b08a1e", "#d0508c")
 GREY = "#8a8a8a"
 STYLE = {
     "svg.hashsalt": "rlm", "svg.fonttype": "none", "savefig.transparent": True,
@@ -87,12 +91,29 @@ def nodes(axes: Axes, runs: Runs) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def rules(axes: Axes, runs: Runs) -> None:
+    """Rules of equal bias and variance are one line."""
+    lines = defaultdict(list)
+    for name, cells in runs.items():
+        points = [(round(c["degrees"], 2), round(c["noise"], 2), c["children"])
+                  for c in cells if c["dial"] == 0.5]
+        lines[tuple(points)].append(name)
+    for marker, (points, names) in zip("os^Dv*PX", lines.items()):
+        angles, noises, children = zip(*points)
+        axes.plot(angles, noises, marker, linestyle="-", label="\n".join(names))
+        for angle, noise, k in points:
+            axes.annotate(k, (angle, noise), (4, 4), textcoords="offset points")
+    axes.set(xlabel="bias: degrees from the true gradient", yscale="log",
+             ylabel="variance / mean\u00b2, one group")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
     parser.add_argument("out", help="the SVG file to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
                         help="directories of runs by name, or a file of lab/results")
-    kinds = {"curves": curves, "dots": dots, "nodes": nodes}
+    kinds = {"curves": curves, "dots": dots, "nodes": nodes, "rules": rules}
     parser.add_argument("--kind", default="curves", choices=kinds)
     args = parser.parse_args()
     runs = {}
