@@ -8,9 +8,9 @@ Every method gets the same questions, and training has seen none of them. Scores
 with 95 % intervals, and methods are compared question by question. Trees that the machine
 or a server lost are counted apart and stay out of the means. train.py uses `evaluate`.
 
-Left out: several answers per question (pass@k), and intervals over training runs
-(lab/ablation.py). Tried: a bootstrap alone, which is certain of four equal scores, so
-`interval` widens it; questions of one length, whose scores were luck, so lengths differ.
+Left out: several answers per question (pass@k), and intervals over training runs. Tried:
+a bootstrap alone, which is certain of four equal scores, so `interval` widens it; questions
+of one length, whose scores were luck, so lengths differ.
 """
 import argparse
 import asyncio

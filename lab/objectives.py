@@ -153,7 +153,6 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return result
 
 
-@reads("credit", "children", "length", "std")
 def _left_out(rewards: list[float]) -> list[float]:
     """Each reward minus the mean of the others; 0 for one alone."""
     return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]

@@ -1,17 +1,13 @@
-"""The golden files in tests/golden, and how `make` made them with transformers.
+"""The weights and configs of the golden files in tests/golden, made with transformers.
 
-Each holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy
+Each file holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy
 tokens with the gap between the two best logits at each, and the config as metadata. The
 weights are not stored: `weights` makes them from the config, without torch's generator.
 """
-import json
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-FOLDER = Path(__file__).resolve().parent / "golden"
 GREEDY, PROMPT = 64, 8  # tokens
 
 
@@ -60,26 +56,6 @@ def weights(c: dict) -> dict[str, torch.Tensor]:
     return made
 
 
-def reference(c: dict, dtype: torch.dtype = torch.float32):
-    """transformers' model of this config with these weights."""
-    import transformers
-
-    fields = {name: value for name, value in c.items() if name != "model_type"}
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        theta = fields.pop("rope_theta")
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
-    loaded = model.load_state_dict(weights(c), strict=False)
-    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.to(dtype).eval()
-
-
-def some_ids(c: dict) -> torch.Tensor:
-    generator = np.random.Generator(np.random.PCG64(7))
-    return torch.from_numpy((generator.random((2, 24)) * c["vocab_size"]).astype(np.int64))
-
-
 @torch.no_grad()
 def greedy(logits_of, ids: list[int]) -> tuple[list[int], list[float]]:
     """GREEDY tokens, each by a full forward pass, and each one's lead over the second."""
@@ -89,20 +65,3 @@ def greedy(logits_of, ids: list[int]) -> tuple[list[int], list[float]]:
         ids.append(int(best.indices[0]))
         leads.append(float(best.values[0] - best.values[1]))
     return ids[-GREEDY:], leads
-
-
-@torch.no_grad()
-def make() -> None:
-    for name, c in CONFIGS.items():
-        ids, model = some_ids(c), reference(c)
-        tokens, leads = greedy(lambda x: model(x).logits, ids[0, :PROMPT].tolist())
-        tensors = {
-            "ids": ids,
-            "logits": model(ids).logits.contiguous(),
-            "logits_bf16": reference(c, torch.bfloat16)(ids).logits.contiguous(),
-            "greedy": torch.tensor(tokens),
-            "ahead": torch.tensor(leads),
-        }
-        save_file(tensors, FOLDER / f"{name}.safetensors",
-                  metadata={"config": json.dumps(c)})
-        print(name, "distinct greedy tokens", len(set(tokens)), "smallest lead", min(leads))

@@ -5,24 +5,20 @@
 
 It counts every word as a token. `log` has a row for each request.
 """
-import hashlib
 import json
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEY = "secret"  # that it wants
 
 
 class Stub:
-    """`says`: the reply to everything, or a function of its last message. `faults`:
-    statuses, or "cut"; the digest of a request picks one for the first attempt, later ones
-    are served. `always`: one fault for every attempt."""
+    """`says`: the reply to everything. `always`: the status of every attempt, in place of
+    a reply."""
 
-    def __init__(self, says: str | Callable, faults: tuple = ("ok",), always: str = ""):
-        self.says, self.faults, self.always = says, faults, always
+    def __init__(self, says: str, always: str = ""):
+        self.says, self.always = says, always
         self.log: list[dict] = []
-        self.seen: set[str] = set()
         self.lock = threading.Lock()
         handler = type("Handler", (Handler,), {"stub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -37,15 +33,6 @@ class Stub:
         self.server.shutdown()
         self.server.server_close()
 
-    def fault(self, raw: bytes) -> str:
-        """What befalls a request; "ok" for nothing."""
-        digest = hashlib.sha256(raw).hexdigest()
-        first = digest not in self.seen
-        self.seen.add(digest)
-        if self.always:
-            return self.always
-        return self.faults[int(digest[:8], 16) % len(self.faults)] if first else "ok"
-
 
 class Handler(BaseHTTPRequestHandler):
     stub: Stub
@@ -54,23 +41,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_POST(self) -> None:
-        raw = self.rfile.read(int(self.headers["Content-Length"]))
-        asked, stub = json.loads(raw), self.stub
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        stub = self.stub
         text = stub.says
-        if callable(text):
-            text = text(asked["messages"][-1]["content"])
         into = sum(len(m["content"].split()) for m in asked["messages"])
         with stub.lock:
-            fault = stub.fault(raw)
+            fault = stub.always
             if self.headers["Authorization"] != f"Bearer {KEY}":
                 fault = "401"
-            stub.log.append({**asked, "fault": fault, "in": into, "out": len(text.split())})
+            stub.log.append(asked)
 
         status, body = 200, {
             "choices": [{"message": {"role": "assistant", "content": text},
                          "finish_reason": "stop"}],
             "usage": {"prompt_tokens": into, "completion_tokens": len(text.split())}}
-        if fault.isdecimal():
+        if fault:
             status, body = int(fault), {"error": {"message": "no luck"}}
         sent = json.dumps(body).encode()
         self.send_response(status)
@@ -78,4 +63,4 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Retry-After-Ms", "1")
         self.end_headers()
-        self.wfile.write(sent[:len(sent) // 2] if fault == "cut" else sent)
+        self.wfile.write(sent)

@@ -47,28 +47,6 @@ def test_a_request_and_its_reply():
                                 {"role": "user", "content": "a ? question"}]
 
 
-def test_faults_that_pass_change_neither_the_answers_nor_what_is_counted():
-    """A busy or broken server, and cut replies: each call is served once in the end."""
-    def says(message):
-        query = f"rlm_query_batched('{message[0]}', list('abcd'))"
-        return block(f"FINAL({query if message[1] == '?' else 'context'})")
-
-    questions = [Task(str(i), "question", f"{i}? How?", "c") for i in range(4)]
-    results = []
-    for faults in (("ok",), ("429", "500", "cut", "ok")):
-        with Stub(says, faults) as server:
-            policy = API(server.url, "m")
-            done = asyncio.run(collect(questions, policy, None, RLMConfig(),
-                                       score=lambda task, answer: 0.5))
-        served = [row for row in server.log if row["fault"] == "ok"]
-        nodes = [n for r in done for n in r.root.walk()]
-        assert {row["fault"] for row in server.log} == set(faults)
-        assert len(served) == len(nodes) == 20
-        assert sum(n.counted for n in nodes) == sum(row["out"] for row in served)
-        results.append([(r.failed, r.root.answer) for r in done])
-    assert results[0] == results[1] == [("", [*"abcd"])] * 4
-
-
 @pytest.mark.parametrize("status, error, attempts", [
     ("413", Refused, 1), ("404", RuntimeError, 1), ("503", RuntimeError, 3)])
 def test_what_lasts_is_refused_or_the_machines_failure(status, error, attempts):

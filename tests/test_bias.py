@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
-from lab import bias, objectives
+from lab import bias
 from runtime.packing import collate
 from tree import Node, Rollout, Turn
 
@@ -85,12 +85,6 @@ def test_every_other_choice_is_biased(switch):
     """Not only in length: the direction differs, so no learning rate makes up for it."""
     gradient = expected_gradient(GRPOConfig(**UNBIASED | switch), 2)
     assert cosine_similarity(gradient, true_gradient(), dim=0) < 0.9995
-
-
-def test_the_mean_of_the_others_needs_no_correction():
-    config = GRPOConfig(objective="leave_one_out", children="sum")
-    gradient = expected_gradient(config, 2, objectives.leave_one_out)
-    assert torch.allclose(gradient, true_gradient(), atol=1e-6)
 
 
 P, Q = (p * (1 - p) for p in bias.CHANCE)  # variances of a root's and a child's token

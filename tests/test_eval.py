@@ -1,7 +1,6 @@
 """Statistics, the library that training uses, and the command line that resumes."""
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from conftest import data_of
 from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks
-from tokenizer import Tokenizer
-from tree import Node, read_rollouts
+from tree import read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
@@ -111,25 +109,6 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
         assert (row["id"], row["nodes"]) == (tree.task.id, len(nodes))
         assert row["out"] == sum(len(turn.text) // 4 for turn in said)
         assert tree.task.context is None  # its seed makes it again
-
-
-def test_a_model_answers_and_its_page_has_its_tokens(command, tiny, tmp_path):
-    assert command("--model", tiny, "--n", 2, "--html", tmp_path / "r.html")[0] is None
-    root = data_of((tmp_path / "r.html").read_text())["trees"][0]["nodes"][0]
-    tokens = [token for turn in root["turns"] for token in turn.get("tokens", ())]
-    assert tokens and all(logprob < 0 for _, logprob in tokens)
-
-
-def test_saved_trees_encode_to_the_ids_of_their_rollout(command, tmp_path, tiny):
-    """A teacher in the student's harness: the saved text encodes to the rollout's ids."""
-    assert command("--policy", "oracle", "--model", tiny, "--n", 4,
-                   "--save", tmp_path / "t.jsonl")[0] is None
-    tokenizer = Tokenizer.from_pretrained(tiny)
-    for r in read_rollouts(tmp_path / "t.jsonl", Task):
-        for node in r.root.walk():
-            bare = [replace(t, ids=(), logprobs=t.logprobs and ()) for t in node.turns]
-            again = Node(turns=tokenizer.encode_turns(bare))
-            assert (again.ids, again.mask) == (node.ids, node.mask) and sum(node.mask)
 
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):

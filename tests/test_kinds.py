@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from rlm import RLMConfig, collect, load_config, rollout, tiny_rlm
+from rlm import RLMConfig, collect, rollout, tiny_rlm
 from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
 from tasks.evidence import SHORTEST, mark
@@ -230,43 +230,6 @@ def test_gold_of_notes_is_what_the_dictionary_says_of_the_place():
                 pairs[heldout].update((where, word) for word in known)
         assert reward(task, task.answer) == 1.0
     assert not pairs[False] & pairs[True] and len(pairs[True]) > 100
-
-
-def test_what_one_print_of_notes_tells():
-    """A root without children that prints the notes from the place sees 42 characters of
-    them, in the tiny model's limits. Say that it sorts these, and guesses the rest."""
-    limit, scores = notes.TINY["limits"]["output_chars"], []
-    for seed in range(500):
-        task = make(notes, random.Random(seed))
-        texts = [task.context[name] for name in task.answer]
-        read = map(notes.kind_of, "\n".join(texts)[:limit].split("\n"))
-        answer = {name: "foods" for name in task.answer}
-        answer |= {name: kind for name, kind in zip(answer, read) if kind}
-        scores.append(reward(task, answer))
-    print(round(sum(scores) / 500, 2))
-    assert 0.4 < sum(scores) / 500 < 0.6
-
-
-def test_ways_to_sort_notes_without_children():
-    """What README admits. Within the limits of the tiny model, a root may write all words
-    into its code."""
-    path = ROOT / "assets" / "tiny"
-    tokenizer, config = Tokenizer.from_pretrained(path), load_config(path)
-
-    def dictionary(task, node):
-        if len(node.turns) == 2:
-            words = [f'{kind}="{" ".join(notes.WORDS[kind])}"'
-                     for kind in ("animals", "plants", "tools")]
-            return block(f"d=dict({','.join(words)})")
-        return block("FINAL({i:next((k for k in d for w in context[i].split() if w in "
-                     f'd[k]),"foods") for i in context if "{word_of(task)}" in i}})')
-
-    config = replace(config, max_nodes=1)
-    questions = [make(notes, random.Random(i), heldout=True) for i in range(40)]
-    for task in questions:
-        policy = scripted(lambda node, key: dictionary(task, node), tokenizer)
-        root = asyncio.run(rollout(task, policy, tokenizer, config))
-        assert reward(task, root.answer) == 1.0
 
 
 def test_held_out_words_are_in_no_question_of_training():

@@ -1,7 +1,6 @@
 """The methods that a comparison needs: baselines, and rlm at other depths."""
 import asyncio
 import json
-import math
 import random
 import re
 
@@ -11,7 +10,7 @@ import eval as evaluation
 import rlm
 import tasks
 from lab import methods
-from lab.methods import bm25, flat
+from lab.methods import flat
 from rlm import RLMConfig
 from tasks import Task, evidence, notes
 from tokenizer import Tokenizer
@@ -79,28 +78,6 @@ def test_retrieval_shows_the_best_passages_in_the_order_of_the_text(tiny):
     root = answer("retrieval", task, lambda node: "4", tiny, window=600, turn_tokens=60)
     said = root.turns[1].text
     assert 0 < said.find(lines[100]) < said.find(lines[700])
-
-
-def test_bm25_equals_its_formula():
-    """Word by word, on random texts of few words."""
-    def words(text):
-        return re.findall(r"\w+", text.lower())
-
-    def score(query, chunk, chunks):
-        mean, total = sum(len(words(c)) for c in chunks) / len(chunks) or 1, 0.0
-        for word in set(words(query)):
-            n, tf = sum(word in words(c) for c in chunks), words(chunk).count(word)
-            idf = math.log(1 + (len(chunks) - n + 0.5) / (n + 0.5))
-            total += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(words(chunk)) / mean))
-        return total
-
-    for seed in range(40):
-        rng = random.Random(seed)
-        chunks = [" ".join(rng.choices("a B c dd é".split(), k=rng.randrange(8)))
-                  for _ in range(rng.randrange(1, 9))]
-        query = " ".join(rng.choices("a b C dd z É".split(), k=rng.randrange(5)))
-        slow = [score(query, chunk, chunks) for chunk in chunks]
-        assert bm25(query, chunks) == pytest.approx(slow)
 
 
 def test_the_answer_to_evidence_is_its_lines_without_bullets_and_quotes():

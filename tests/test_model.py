@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
 from model import Qwen3, Qwen3Config
-from runtime import hf
 from runtime.attention import linear_float32
 
 ROOT = Path(__file__).resolve().parent.parent

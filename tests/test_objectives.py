@@ -1,15 +1,14 @@
 """The objectives of others: numbers by hand, DPO against its textbook loss."""
-import asyncio
 import random
 
 import pytest
 import torch
-from test_grpo import node, plain, rollout
+import test_bias
+from test_grpo import node, rollout
 
 from grpo import GRPOConfig, check_switches, make_rows, node_weights, policy_loss
-from lab import bias, frozen, objectives
+from lab import objectives
 from runtime.packing import collate, micro_batches
-from tree import Node
 
 
 def scored_trees():
@@ -88,8 +87,8 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
 
     def some_tree():
         ids = [[rng.randrange(10) for _ in range(length)] for length in (1, 5, 2, 3)]
-        return bias.node((), ids[0], bias.node((1,), ids[1]),
-                         bias.node((0,), ids[2], bias.node((0, 0), ids[3])))
+        return test_bias.node((), ids[0], test_bias.node((1,), ids[1]),
+                         test_bias.node((0,), ids[2], test_bias.node((0, 0), ids[3])))
 
     rewards = (1.0, 0.2, 0.5, 0.1, 0.9, 0.4, 0.4)  # of three groups; the last says nothing
     trees = [rollout(reward, some_tree(), g) for reward, g in zip(rewards, "aaabbcc")]
@@ -136,13 +135,3 @@ def test_the_gradient_of_dpo_holds_for_one_update_without_a_kl_term():
     for switch in ({"updates": 2}, {"kl": 0.1}):
         with pytest.raises(ValueError, match="takes updates 1 and kl 0"):
             objectives.dpo([], GRPOConfig(objective="dpo", **switch))
-
-
-def test_frozen_children_are_asked_of_their_own_policy():
-    async def answer(name):
-        return name
-
-    policy = frozen.apart(lambda *_: answer("roots"), lambda *_: answer("children"))
-    nodes = [Node(()), Node((0,)), Node((0, 1))]
-    asked = [asyncio.run(policy(node, 1, ())) for node in nodes]
-    assert asked == ["roots", "children", "children"]

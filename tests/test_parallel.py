@@ -1,17 +1,15 @@
 """Several ranks are one: two processes over gloo against one, and what ends them."""
-import json
 import os
 import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FLAT, SHORT, command
+from conftest import FLAT, SHORT
 from torch.distributed.tensor import DTensor
 
 import rlm
@@ -206,34 +204,6 @@ def test_workers_end_with_torchrun(tmp_path):
     while any(alive(int(path.stem)) for path in workers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", ["train.collect_trees", "train.optimizer_step",
-                                      "runtime.run.Run.save_checkpoint"])
-def test_a_killed_rank_ends_all_and_the_run_resumes(
-        function, short_run, tmp_path, monkeypatch):
-    """In the second step of torchrun's two ranks; then one process continues."""
-    out, script = tmp_path / "run", tmp_path / "victim.py"
-    flags = (*SHORT, "--warmup-steps", 0, "--steps", 3, "--model", short_run / "warmup")
-    script.write_text(
-        "import os, signal, sys\n"
-        "sys.path.insert(0, '.')\n"
-        "import runtime.run, train\n"
-        "runtime.run.SAVE_EVERY = 1\n"
-        f"old = {function}\n"
-        "def die(run, *args):\n"
-        "    if run.world.rank == 1 and run.state.step == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return old(run, *args)\n"
-        f"{function} = die\n"
-        "train.main()\n")
-    run = torchrun(script, *flags, "--out", out)
-    run.communicate(timeout=300)
-    assert run.returncode
-    assert FLAT in command(train, monkeypatch, *flags, "--out", out, "--resume")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row["phase"] == "grpo"] == [1, 2, 3]
 
 
 @pytest.mark.slow

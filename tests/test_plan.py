@@ -7,7 +7,6 @@ import torch
 from model import Qwen3, Qwen3Config
 from runtime import plan
 from runtime.attention import PackedRows
-from runtime.files import readable
 from runtime.hf import FAMILIES
 from runtime.plan import Plan
 
@@ -130,17 +129,6 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
     assert of(SMALL).need(8)["KV cache"] == 96 * 8192 * 3 * 2 * 24 * 2  # and no more
 
 
-@pytest.mark.parametrize("have", [1 * GB, 30 * GB, 90 * GB, 141 * GB, 500 * GB])
-@pytest.mark.parametrize("rank", [0, 16])
-def test_the_cache_takes_full_windows_of_what_is_left(have, rank):
-    p = of(rank=rank, have=have)
-    need = p.need()
-    tokens = need["KV cache"] / 147_456
-    windows = tokens / p.window
-    assert windows in range(plan.LEAST_WINDOWS, plan.MOST_WINDOWS + 1)
-    assert p.fits(1) or windows == plan.LEAST_WINDOWS
-
-
 def test_a_plan_is_changed_as_little_as_makes_it_fit():
     """In the order of what each change costs."""
     roomy = of(recompute=False, have=10_000 * GB)
@@ -158,17 +146,3 @@ def test_a_plan_is_changed_as_little_as_makes_it_fit():
         (True, True, 4096)]
     several = replace(lora, have=14 * GB).fitted(4)
     assert not several.apart  # each rank has a share of the weights, and needs a copy
-
-
-def test_the_table_adds_up_and_says_which_window_fits():
-    plans = of(have=1000 * GB), of(rank=16, have=1000 * GB)
-    full, lora = ([line.split() for line in p.table(p).splitlines()] for p in plans)
-    assert full[0][0] == "4,022,468,096" and full[1] == ["cards", "1", "8"]
-    sums = [readable(sum(plans[0].need(ranks).values())) for ranks in (1, 8)]
-    assert ["sum", *" ".join(sums).split()] in full
-    for rank, lines in ((0, full), (16, lora)):
-        for card, line in zip(plan.CARDS, lines[-len(plan.CARDS):], strict=True):
-            for n, cell in zip([1, 8], line[3:], strict=True):
-                here = of(rank=rank, have=(card - 1) * plan.GIB, device="cuda",
-                          apart=n == 1 and rank > 0)
-                assert (cell == "-") == (not replace(here, window=4096, row=4096).fits(n))

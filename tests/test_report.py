@@ -1,6 +1,5 @@
 """The page: whatever a model wrote stays text, and the trees are whole."""
 import json
-import re
 from types import SimpleNamespace
 
 from conftest import data_of
@@ -82,16 +81,3 @@ def test_sampled_tokens_carry_their_log_probability():
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
     assert turns[1]["tokens"] == [["c", -0.5], ["d", None]]
     assert turns[3]["tokens"] == [["f", -0.25]]
-
-
-def test_a_curve_goes_from_corner_to_corner_and_has_the_held_out_points():
-    metrics = [{"phase": "grpo", "step": i, "reward": i / 8, "gap": 1e-7 * i}
-               for i in range(9)]
-    metrics += [{"phase": "eval", "name": name, "step": 4, "score": 0.5}
-                for name in ("heldout_now", "heldout_final", "heldout_4x")]
-    drawn = report.curve("reward", metrics)
-    points = re.search(r'points="([\d., ]+)"', drawn)[1].split()
-    assert (points[0], points[-1]) == ("50.0,180.0", "450.0,20.0")  # 1 is on top
-    assert drawn.count('<circle cx="250.0" cy="100.0"') == 2
-    assert "<circle" not in report.curve("gap", metrics)
-    assert report.curve("entropy", metrics) == ""

@@ -405,18 +405,6 @@ def test_an_interrupted_run_says_how_it_continues(
         assert torch.equal(weights(out / "warmup")[name], weight)
 
 
-def test_a_run_saves_when_ten_minutes_have_passed(loop_of):
-    loop = loop_of()
-    run, parts = loop.run, (loop.model, loop.optimizer)
-    run.state.step = 1
-    loop.optimizer.step()
-    run.maybe_save(*parts)
-    assert state_of(run.out)["step"] == 0
-    run.saved -= 601
-    run.maybe_save(*parts)
-    assert state_of(run.out)["step"] == 1
-
-
 def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypatch):
     def files():
         return {path: path.read_bytes() for path in short_run.rglob("*") if path.is_file()}
@@ -448,13 +436,6 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     assert isinstance(message, str) and says in message and "\n" not in message
     assert not (tmp_path / "e" / "final").exists()
     assert "1e30" in args or not (tmp_path / "e").exists()
-
-
-@pytest.mark.parametrize("args", [["--step", "3"], ["--steps", "many"]])
-def test_an_unknown_flag_or_a_wrong_type_is_named(args, monkeypatch, capsys):
-    assert command(train, monkeypatch, *args) == 2
-    said = capsys.readouterr().err
-    assert args[0] in said and said.count("\n") == 1
 
 
 def test_a_run_that_cannot_fit_stops_before_loading(
