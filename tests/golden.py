@@ -1,8 +1,8 @@
 """The weights and configs of the golden files in tests/golden, made with transformers.
 
-Each file holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64 greedy
-tokens with the gap between the two best logits at each, and the config as metadata. The
-weights are not stored: `weights` makes them from the config, without torch's generator.
+Each file holds a small Qwen3's logits in float32 and bfloat16 for two rows of ids, 64
+greedy tokens with the gap between the two best logits at each, and the config as metadata.
+The weights are not stored: `weights` makes them from the config, without torch's generator.
 """
 
 import numpy as np
