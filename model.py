@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runtime import hf
-from runtime.attention import Gather, PackedRows, linear_float32
+from runtime.attention import PackedRows, gather, linear_float32
 from runtime.files import write_json
 from runtime.parallel import full_tensor, local_share
 
@@ -202,7 +202,7 @@ class Qwen3(nn.Module):
             rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
             ids_BC = ids_BT[:, rows.computed]  # B T -> B C, each common prefix once
             x_BCD = self.hidden(ids_BC, rows.positions[None], rows.attend)
-            x_ND = Gather.apply(x_BCD[0], rows.states[:-1][wanted[0]])  # C D -> N D
+            x_ND = gather(x_BCD[0], rows.states[:-1][wanted[0]])  # C D -> N D
         target_N = ids_BT[:, 1:][wanted]  # B T -> N
         chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)

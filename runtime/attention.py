@@ -72,7 +72,7 @@ class PackedRows:
         (1, K, C, E). All rows in one call where there is a kernel for it, else each."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
-            k, v = Gather.apply(k, self.keys), Gather.apply(v, self.keys)  # S K E
+            k, v = gather(k, self.keys), gather(v, self.keys)  # S K E
         if varlen_attn is not None and q.is_cuda and q.dtype == torch.bfloat16:
             out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
                               window_size=(-1, 0), enable_gqa=True)  # C H E
@@ -92,20 +92,9 @@ def lower_right(n: int, all: int, device) -> Tensor:
     return torch.zeros(n, all).masked_fill_(~seen, -torch.inf)
 
 
-class Gather(torch.autograd.Function):
-    """Rows of x (C, K, E) by index. Their gradients are summed in float32."""
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.count, ctx.dtype = len(x), x.dtype
-        return x[index]
-
-    @staticmethod
-    def backward(ctx, grad):
-        index, = ctx.saved_tensors
-        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, index, grad.float()).to(ctx.dtype), None
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (C, ...) by index. In float32, so that their gradients are summed in it."""
+    return x.float().index_select(0, index).to(x.dtype)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages, credit, make_rows,
                   node_weights, policy_loss)
 from model import Qwen3, Qwen3Config
-from runtime.attention import Gather, PackedRows
+from runtime.attention import PackedRows, gather
 from runtime.metrics import Stats
 from runtime.packing import collate, micro_batches
 from tree import Node, Rollout, Turn
@@ -273,7 +273,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
 
 def test_gradients_of_many_rows_are_summed_in_float32():
     x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    Gather.apply(x, torch.tensor([0] + [1] * 1000)).sum().backward()
+    gather(x, torch.tensor([0] + [1] * 1000)).sum().backward()
     assert x.grad.flatten().tolist() == [1.0, 1000.0]  # in bfloat16 it ends at 256
 
 
