@@ -5,17 +5,18 @@
     python -m lab.chart OUT.svg lab/results/deep.json --kind dots
     python -m lab.chart OUT.svg lab/results/bias.json --kind rules
 
-Curves show the reward per step, as a moving average: the mean of the runs of a NAME, and
-each run as a thin line. Dots show the held-out score of each run, with a bar at the mean.
-Nodes show that score against the nodes of a held-out tree. Rules show what lab.bias says
-at dial 0.5: bias against variance, one dot per number of children. The same data give the
-same file, byte for byte.
+Curves show the reward per step, as a moving average, or with --y what a file has of some
+steps: the mean of the runs of a NAME, and each run as a thin line. Dots show the held-out
+score of each run, with a bar at the mean. Rules show what lab.bias says at dial 0.5: bias
+against variance, one dot per number of children. The same data give the same file, byte
+for byte.
 """
 import argparse
 import itertools
 import json
 import os
 from collections import defaultdict
+from functools import partial
 from statistics import fmean
 
 import matplotlib
@@ -56,17 +57,18 @@ def smooth(values: list[float]) -> list[float]:
     return [fmean(values[max(0, end - SPAN):end]) for end in range(1, len(values) + 1)]
 
 
-def curves(axes: Axes, runs: Runs) -> None:
+def curves(axes: Axes, runs: Runs, key: str = "reward") -> None:
     """A mean is as long as the shortest run of its name."""
     for colour, (name, of_name) in zip(itertools.cycle(COLOURS), runs.items()):
-        each = [smooth(run["reward"]) for run in of_name]
+        steps = of_name[0].get("steps")
+        each = [run[key] if steps else smooth(run[key]) for run in of_name]
+        steps = steps or range(1, 1 + max(map(len, each)))
         mean = list(map(fmean, zip(*each)))
-        axes.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=2.5,
+        axes.plot(steps[:len(mean)], mean, color=colour, linewidth=2.5,
                   label=f"{name} {mean[-1]:.2f}, n {len(each)}")
         for values in each:
-            steps = range(1, len(values) + 1)
-            axes.plot(steps, values, color=colour, linewidth=1, alpha=0.3)
-    axes.set(ylim=(0, None), xlabel="GRPO step", ylabel="reward")
+            axes.plot(steps[:len(values)], values, color=colour, linewidth=1, alpha=0.3)
+    axes.set(ylim=(0, None), xlabel="GRPO step", ylabel=key)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -80,15 +82,6 @@ def dots(axes: Axes, runs: Runs) -> None:
     axes.set(xlim=(0, 1), xlabel="held-out score", yticks=range(len(runs)))
     axes.set_yticklabels(runs)
     axes.invert_yaxis()
-
-
-def nodes(axes: Axes, runs: Runs) -> None:
-    for name, of_name in runs.items():
-        points = [(run["nodes"], run["heldout_final"]) for run in of_name]
-        axes.plot(*zip(*points), "o", alpha=0.6, label=name)
-    axes.set(ylim=(0, 1.02), ylabel="held-out score", xlabel="nodes of a held-out tree")
-    axes.set_xscale("log")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def rules(axes: Axes, runs: Runs) -> None:
@@ -113,9 +106,12 @@ def main() -> None:
     parser.add_argument("out", help="the SVG file to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
                         help="directories of runs by name, or a file of lab/results")
-    kinds = {"curves": curves, "dots": dots, "nodes": nodes, "rules": rules}
+    kinds = {"curves": curves, "dots": dots, "rules": rules}
     parser.add_argument("--kind", default="curves", choices=kinds)
+    parser.add_argument("--y", default="reward", help="what the curves show")
     args = parser.parse_args()
+    if args.kind == "curves":
+        kinds["curves"] = partial(curves, key=args.y)
     runs = {}
     for what in args.runs:
         name, equals, paths = what.partition("=")
