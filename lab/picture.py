@@ -47,7 +47,7 @@ def picture(trees: list[Rollout]) -> str:
         parts += drawn(tree, advantage, CELL * (i % 4) + CELL / 2, TOP + ROW * (i // 4))
 
     y = TOP + ROW * ((len(trees) + 3) // 4)
-    parts += [text(WIDTH / 2, y, "reward of a root → advantage of it and of its children"),
+    parts += [text(WIDTH / 2, y, "reward of a root → advantage of it and its children"),
               text(WIDTH / 2 - 92, y + 17, "made less likely", "end"),
               text(WIDTH / 2 + 92, y + 17, "made more likely", "start")]
     for i in range(-10, 11):
