@@ -27,6 +27,7 @@ which rank computes them. Left out: a value function, and scores of single turns
 Tried (docs/objective.md, docs/results.md; the objectives are in lab/objectives.py):
 
     only roots trained           at most 0.54 on notes; inheritance has at least 0.90
+    only children trained        at most 0.44 on notes: the roots get worse
     1/k against summed children  no difference on notes
     1/|y| as c                   no difference on notes and deep
     all tokens alike as c        one of two runs on notes broke; no difference on deep
