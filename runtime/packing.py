@@ -5,7 +5,7 @@ the model computes a common prefix once. A row is any object with `ids`, its tok
 """
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-@dataclass(frozen=True)
+@dataclass
 class Family:
     """Rows that begin alike, and are computed together."""
     rows: list
@@ -45,48 +45,25 @@ class Family:
 
 def families(rows: list, limit: float, attention_cost: float,
              seen_cost: float) -> list[Family]:
-    """The rows in families of at most this size, or of one row. Rows that have too little
-    in common are left apart, because small families are easier to pack."""
-    order, shared = by_prefix([row.ids for row in rows])
-    rows = [rows[i] for i in order]
-    lengths = [len(row.ids) for row in rows]
-    tokens, saved = [0, *accumulate(lengths)], [0, *accumulate(shared)]
-
-    def size(low: int, high: int) -> float:
-        seen, equal = tokens[high] - tokens[low], saved[high] - saved[low + 1]
-        return seen - equal + (seen_cost * seen if equal else 0)
-
-    def family(low: int, high: int) -> Family:
-        equal = [0, *shared[low + 1:high]]
-        cost = sum((length - n) * (1 + attention_cost * length)
-                   for length, n in zip(lengths[low:high], equal))
-        return Family(rows[low:high], size(low, high), cost)
-
-    result, parts = [], [(0, len(rows))] if rows else []
-    while parts:
-        low, high = parts.pop()
-        if high - low == 1:
-            result.append(family(low, high))
-            continue
-        # Cut where neighbours have least in common, then join pieces up to the limit.
-        least = min(shared[low + 1:high])
-        cuts = [i for i in range(low + 1, high) if shared[i] == least]
-        pieces = dict.fromkeys(pairwise([low, *cuts, high]))
-        worth = least >= WORTH_SHARING * min(limit, size(low, high))
-        joined = []
-        for begin, end in pieces:
-            if joined and worth and size(joined[-1][0], end) <= limit:
-                begin, _ = joined.pop()
-            joined.append((begin, end))
-        result += [family(*part) for part in joined if part not in pieces]
-        parts += [part for part in joined if part in pieces]  # perhaps cut again
+    """The rows in families of at most this size, or of one row. In the order of their
+    tokens, a row joins the one before it if they have enough in common."""
+    result = []
+    for i, shared in zip(*by_prefix([row.ids for row in rows])):
+        length = len(rows[i].ids)
+        size = (1 + seen_cost) * length
+        if not shared or result[-1].size + size - shared > limit:
+            result.append(Family([], 0.0, 0.0))
+            shared = 0
+        result[-1].rows.append(rows[i])
+        result[-1].size += size - shared
+        result[-1].cost += (length - shared) * (1 + attention_cost * length)
     return result
 
 
 def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
                   seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
-    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. Where
-    rows share a prefix, each token that they see adds seen_cost to the size.
+    """This rank's share of the rows, as packs of at most max_tokens distinct tokens. Each
+    token of a row adds seen_cost to that, for the copy of its keys and values.
 
     A row that is longer than max_tokens is a pack by itself. Every rank gets the same
     number of packs; some are empty if rows are few. A token in a row of T tokens takes the
