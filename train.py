@@ -60,7 +60,7 @@ from sampler import Sampler, SamplerError
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
-from tree import Rollout, Unscored
+from tree import Rollout
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def main() -> None:
             return
         train(config, world)
         world.close()
-    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError,
-            Unscored) as error:
+    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
         if handed_in.is_theirs(error):
             raise
         rank = f"rank {world.rank}: " if world.size > 1 else ""
@@ -130,8 +129,8 @@ def train(config: Config, world: World) -> None:
         print(plan.table(wanted))
     print(settings.opening(config, rlm_config, plan.dtype), resuming(config, world))
     if not plan.fits(world.size):
-        raise ValueError(f"the run does not fit into {readable(have)} of memory, but "
-                         f"{plan.would_fit(world.size)} would; see what --plan prints")
+        raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
+                         "--lora-rank 16, more devices or a smaller model; see --plan")
 
     trees = []
     if not in_grpo and config.warmup_steps:
@@ -267,7 +266,7 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
                     pack["ids"], pack["mask"], pack["lengths"])
                 loss, watched = policy_loss(logprobs, entropy, pack, config)
                 (loss * run.world.size).backward()  # FSDP averages over the ranks
-                stats += Stats.of(loss, watched, pack["depths"])
+                stats += Stats.of(loss, watched)
             stats = sum(run.world.gather(stats), Stats())
             norm = optimizer_step(
                 run, model, optimizer, learning_rate(config, run), stats.loss)

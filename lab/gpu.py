@@ -40,7 +40,7 @@ QWEN3_4B = Qwen3Config(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 NEW = 128  # tokens that are sampled after a prompt
 LOADS = [(batch, length) for length in (1024, 8192) for batch in (1, 16, 64, 96)]
-SAMPLING = ("sampler copy", "sampler buffers", "KV cache", "cache rows")  # of a plan
+SAMPLING = ("sampler copy", "KV cache", "cache rows")  # of a plan
 GROUP, QUESTIONS, CHILDREN, TURNS = 8, 16, 4, 4
 MATRIX = 8192 if DEVICE == "cuda" else 512
 

@@ -105,15 +105,7 @@ def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
         if isinstance(value, Mapping):
             return {str(key): json_value(item, above) for key, item in value.items()}
         if isinstance(value, (set, frozenset)):
-            value = in_order(value)
+            value = sorted(value, key=repr)  # the same order in each process
         if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
             return [json_value(item, above) for item in value]
     return str(value)
-
-
-def in_order(values: Iterable) -> list:
-    """A set as a list, in the same order in each process."""
-    values = list(values)
-    if {type(value) for value in values} in ({str}, {int}, {float}):
-        return sorted(values)
-    return sorted(values, key=lambda value: json.dumps(json_value(value), sort_keys=True))

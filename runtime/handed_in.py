@@ -11,8 +11,6 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 
-from tree import Unscored
-
 _files: dict[str, ModuleType] = {}  # by their paths
 
 
@@ -47,8 +45,6 @@ def load(spec: str, default: str) -> Callable:
 def is_theirs(error: BaseException) -> bool:
     """Whether the error was raised in a handed-in file, or in what the file calls. Then a
     traceback says where the mistake is."""
-    if isinstance(error, Unscored):
-        return False
     frames = traceback.walk_tb(error.__traceback__)
     here = any(frame.f_code.co_filename in _files for frame, _ in frames)
     return here or (error.__cause__ is not None and is_theirs(error.__cause__))

@@ -4,8 +4,7 @@ Left out: held-out scores (eval.py), and the loss itself (grpo.py).
 """
 import time
 from collections import Counter
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -85,37 +84,26 @@ class Stats:
     """What is watched of the tokens of an update; `+` combines packs and ranks."""
     loss: float = 0.0
     largest_gap: float = 0.0  # between log-probabilities of trainer and sampler
-    sums: list[dict[str, float]] = ()  # over the tokens of each depth
+    sums: Counter = field(default_factory=Counter)  # over the tokens, and their count
 
     @classmethod
-    def of(cls, loss: Tensor, watched: dict[str, Tensor], depths: Tensor) -> "Stats":
-        """Those of a pack: what grpo.policy_loss returned, and the depths (N)."""
-        if not len(depths):  # an empty pack
+    def of(cls, loss: Tensor, watched: dict[str, Tensor]) -> "Stats":
+        """Those of a pack: what grpo.policy_loss returned."""
+        count = len(watched["gap"])
+        if not count:  # an empty pack
             return cls(loss.item())
-        watched = {"count": torch.ones_like(watched["gap"])} | watched
-        values = torch.stack(list(watched.values()), dim=1)  # (N, W)
-        sums = values.new_zeros(depths.max() + 1, len(watched))  # (depths, W)
-        sums.index_add_(0, depths, values)
-        by_depth = [dict(zip(watched, row)) for row in sums.tolist()]
-        return cls(loss.item(), watched["gap"].max().item(), by_depth)
+        totals = torch.stack([*watched.values()]).sum(1).tolist()
+        sums = Counter(dict(zip(watched, totals)), count=count)
+        return cls(loss.item(), watched["gap"].max().item(), sums)
 
     def __add__(self, other: "Stats") -> "Stats":
-        depths = zip_longest(self.sums, other.sums, fillvalue={})
-        sums = [{name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}
-                for a, b in depths]
+        sums = self.sums.copy()
+        sums.update(other.sums)  # `+` of two Counters would drop what is not above 0
         largest_gap = max(self.largest_gap, other.largest_gap)
         return Stats(self.loss + other.loss, largest_gap, sums)
 
     def metrics(self) -> dict:
         """Means over the tokens, as metrics.jsonl has them. Absent without any token."""
-        def means(sums: dict[str, float]) -> dict[str, float]:
-            return {name: value / max(1, sums["count"])
-                    for name, value in sums.items() if name != "count"}
-
-        total = Counter()
-        for sums in self.sums:
-            total.update(sums)
-        by_depth = [{"share": sums["count"] / total["count"]} | means(sums)
-                    for sums in self.sums]
-        return means(total) | {"loss": self.loss, "largest_gap": self.largest_gap,
-                               "by_depth": by_depth}
+        means = {name: value / self.sums["count"]
+                 for name, value in self.sums.items() if name != "count"}
+        return means | {"loss": self.loss, "largest_gap": self.largest_gap}

@@ -46,12 +46,14 @@ class Family:
 def families(rows: list, limit: float, attention_cost: float,
              seen_cost: float) -> list[Family]:
     """The rows in families of at most this size, or of one row. In the order of their
-    tokens, a row joins the one before it if they have enough in common."""
+    tokens, a row joins the one before it. A new family begins where it computes little
+    again, because small ones are easier to pack."""
     result = []
     for i, shared in zip(*by_prefix([row.ids for row in rows])):
         length = len(rows[i].ids)
         size = (1 + seen_cost) * length
-        if not shared or result[-1].size + size - shared > limit:
+        room = limit - result[-1].size if result else 0.0
+        if size - shared > room or shared < WORTH_SHARING * (limit - room):
             result.append(Family([], 0.0, 0.0))
             shared = 0
         result[-1].rows.append(rows[i])
@@ -76,25 +78,27 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
         return sum(family.cost for family in pack)
 
     def number(units: list[Family]) -> int:
-        """The least number of packs. Two larger than half a pack cannot share one."""
-        large = sum(2 * family.size > max_tokens for family in units)
-        needed = max(math.ceil(size(units) / max_tokens), large)
-        return math.ceil(needed / ranks) * ranks
+        """The least number of packs, the same for each rank."""
+        tokens = sum(min(family.size, max_tokens) for family in units)
+        return math.ceil(tokens / max_tokens / ranks) * ranks
+
+    def placed(units: list[Family], packs: list[list[Family]]) -> bool:
+        """Put each into the cheapest pack that has room, the largest first."""
+        for family in sorted(units, key=lambda family: family.size, reverse=True):
+            with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
+            if not with_room:
+                return False
+            min(with_room, key=cost).append(family)
+        return True
 
     units = families(rows, max_tokens, attention_cost, seen_cost)
-    if ranks > 1 and rows:  # so small that no rank is left without
-        limit = min(max_tokens, size(units) / number(units))
+    if ranks > 1:  # so small that no rank is left without
+        limit = min(max_tokens, size(units) / ranks)
         units = families(rows, limit, attention_cost, seen_cost)
-    packs = [[] for _ in range(min(number(units), len(units)))]
-    for family in sorted(units, key=lambda family: family.size, reverse=True):
-        with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
-        if not with_room:
-            packs.append([])
-            with_room = packs[-1:]
-        min(with_room, key=cost).append(family)
-
+    count = number(units)
+    while not placed(units, packs := [[] for _ in range(count)]):
+        count += ranks
     packs.sort(key=cost, reverse=True)
-    packs += [[] for _ in range(-len(packs) % ranks)]
     return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
 
 
@@ -108,9 +112,9 @@ def packs(rows: list, memory, world, device) -> list[dict]:
 def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
     """A pack of rows (grpo.Row) as tensors, T tokens, N of them sampled. An empty pack has
     one token, with mask 0. The order of sampled tokens is that of model.logprobs."""
-    def flat(values, dtype=torch.float32) -> Tensor:
+    def flat(values) -> Tensor:
         listed = [value for row in rows for value in values(row)]
-        return torch.tensor(listed, dtype=dtype, device=device)
+        return torch.tensor(listed, dtype=torch.float32, device=device)
 
     ids = [i for row in rows for i in row.ids]
     mask = [m for row in rows for m in row.mask]
@@ -122,5 +126,4 @@ def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
         "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
         "advantages": flat(lambda row: row.advantages),
         "weights": flat(lambda row: [row.weight] * sum(row.mask)),
-        "depths": flat(lambda row: [row.depth] * sum(row.mask), torch.long),
     }

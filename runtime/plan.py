@@ -121,7 +121,6 @@ class Plan:
             "gathered": gathered if casts else 0,
             "sampler copy": model * self.dtype.itemsize if copies else 0,
             "activations": self.activations(),
-            "sampler buffers": self.sampler_buffers(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
@@ -132,26 +131,8 @@ class Plan:
         cache = max(LEAST_WINDOWS, windows) * size
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
-    def sampler_buffers(self) -> int:
-        """Logits of CUDA graphs, and partial results of the kernel; not on a CPU."""
-        if self.device == "cpu":
-            return 0
-        c, spans = self.config, self.window // 256 + 2
-        partial = c.num_attention_heads * spans * (c.head_dim + 1)
-        return 4 * MOST_WINDOWS * (3 * c.vocab_size + partial)
-
     def fits(self, ranks: int) -> bool:
         return sum(self.need(ranks).values()) <= DEVICE_SHARE * self.have
-
-    def would_fit(self, ranks: int) -> str:
-        """What would fit where this does not."""
-        found = []
-        if not self.rank and replace(self, rank=16).fitted(ranks).fits(ranks):
-            found.append("--lora-rank 16")
-        cards = (n for n in (2, 4, 8, 16) if n > ranks and self.fitted(n).fits(n))
-        if n := next(cards, 0):
-            found.append(f"{n} such devices")
-        return " or ".join(found) or "a smaller model"
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """With the first of these changes that makes it fit, or the last: layers are

@@ -167,16 +167,11 @@ def test_what_is_watched_of_a_batch_by_hand():
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
 
-    metrics = Stats.of(loss, watched, torch.tensor([0, 2, 0])).metrics()
-    assert metrics["largest_gap"] == pytest.approx(math.log(3))
-    first, _, last = metrics["by_depth"]
-    assert first == pytest.approx({
-        "share": 2 / 3, "ratio": 1.25, "clipped": 0.5, "kl": (0.5 - math.log(1.5)) / 2,
-        "reference_kl": 0, "entropy": 0.5, "advantage": 0.75, "gap": math.log(2) / 2})
-    assert last == pytest.approx({
-        "share": 1 / 3, "ratio": 0.5, "clipped": 1, "kl": -0.5 + math.log(2),
-        "reference_kl": 0, "entropy": 0.5, "advantage": 1.0, "gap": math.log(3)})
-    assert [metrics["ratio"], metrics["entropy"]] == pytest.approx([1.0, 0.5])
+    assert Stats.of(loss, watched).metrics() == pytest.approx({
+        "ratio": 1.0, "clipped": 2 / 3, "kl": (0 - math.log(1.5) + math.log(2)) / 3,
+        "reference_kl": 0, "entropy": 0.5, "advantage": 2.5 / 3,
+        "gap": (math.log(2) + math.log(3)) / 3,
+        "largest_gap": math.log(3), "loss": loss.item()})
 
 
 def test_the_kl_term_by_hand():
@@ -203,8 +198,7 @@ def random_rows(n, seed=0, longest=60, alike=0.0):
         mask = [0] + [int(rng.random() < 0.5) for _ in ids[1:]]
         logprobs = [-4.0 * rng.random() * m for m in mask]
         per_token = [rng.choice([-1.0, 0.7])] * sum(mask)
-        rows.append(Row(ids, mask, logprobs, per_token, rng.random() / 100,
-                        rng.randrange(3)))
+        rows.append(Row(ids, mask, logprobs, per_token, rng.random() / 100))
     return rows
 
 
@@ -253,7 +247,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
             loss, watched = policy_loss(*got, pack | {"old": got[0].detach() - 0.25},
                                         GRPOConfig())
             loss.backward()
-            stats += Stats.of(loss, watched, pack["depths"])
+            stats += Stats.of(loss, watched)
         return stats, [w.grad.clone() for w in model.parameters()]
 
     for seed in range(tries):
@@ -265,8 +259,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
         model.recompute = seed % 2 == 1
         want, gradients = learn([collate([row], "cpu") for row in rows])
         got, shared = learn([together])
-        for a, b in zip(got.sums, want.sums):
-            assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+        assert got.sums == pytest.approx(want.sums, rel=1e-5, abs=1e-5)
         for a, b in zip(shared, gradients):
             assert (a - b).abs().max() <= 1e-5 * max(1e-3, b.abs().max())
 

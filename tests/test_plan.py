@@ -48,7 +48,6 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
     gathered = (0.389 + 2 * 0.101) * 2 + (0.389 + 0.101) * 6  # table and layers, in G
     head = 2 * 1.074 + 3 * T * 2560 * 2  # two chunks of float32 logits, and states
     gradient = 151_936e-9 * 2560 * 4  # of the head
-    buffers = 96 * 4e-9 * (3 * 151_936 + 32 * 34 * 129)
     mlp = 3 * T * 9728 * 2
     for recompute, activations in (
             (False, layers * layer + head + gradient),
@@ -56,12 +55,12 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
         need = of(device="cuda", recompute=recompute, have=79 * plan.GIB).need()
         by_hand = {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P,
                    "gathered": gathered, "sampler copy": 2 * P, "activations": activations,
-                   "sampler buffers": buffers, "KV cache": 8 * T * 147_456}
+                   "KV cache": 8 * T * 147_456}
         for part, size in by_hand.items():
             assert need.pop(part) == pytest.approx(size * GB, rel=0.05), part
         assert not any(need.values())
     alone = of(device="cuda", have=79 * plan.GIB).fitted()
-    assert not alone.fits(1) and alone.would_fit(1) == "--lora-rank 16 or 2 such devices"
+    assert not alone.fits(1)
     adapters = of(device="cuda", rank=16).kept_bytes
     assert adapters == pytest.approx(133_128, rel=0.05)
 

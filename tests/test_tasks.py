@@ -15,7 +15,7 @@ from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_pa
                            search, source)
 from tasks.questions import Questions, read, split
 from tasks.scripts import script_policy
-from tree import Node, Unscored
+from tree import Node
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
@@ -91,12 +91,6 @@ def test_a_mistake_in_a_file_ends_in_that_file(letters):
     assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == letters
     assert handed_in.is_theirs(caught.value)
     assert not handed_in.is_theirs(ZeroDivisionError())
-
-    Path(letters).with_name("judge.py").write_text(
-        "from tree import Unscored\ndef score(task, answer):\n    raise Unscored('no')\n")
-    with pytest.raises(Unscored) as caught:
-        handed_in.load(str(Path(letters).with_name("judge.py")) + ":score", "")(None, None)
-    assert not handed_in.is_theirs(caught.value)
 
 
 def test_two_tasks_of_one_name_are_refused(letters, tmp_path):

@@ -171,7 +171,6 @@ def test_an_update_moves_the_weights_and_logs_what_to_watch(
     assert moved(before, loop.model)
     assert all(math.isfinite(row[name]) for name in
                ("ratio", "kl", "reference_kl", "entropy", "gap", "loss", "grad_norm"))
-    assert sum(depth["share"] for depth in row["by_depth"]) == pytest.approx(1)
     if "--updates" in flags:
         assert row["kl"] > 0
     else:
