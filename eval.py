@@ -9,8 +9,7 @@ with 95 % intervals, and methods are compared question by question. Trees that t
 or a server lost are counted apart and stay out of the means. train.py uses `evaluate`.
 
 Left out: several answers per question (pass@k), and intervals over training runs. Tried:
-a bootstrap alone, which is certain of four equal scores, so `interval` widens it; questions
-of one length, whose scores were luck, so lengths differ.
+a bootstrap alone, which is certain of four equal scores, so `interval` widens it.
 """
 import argparse
 import asyncio
@@ -45,7 +44,6 @@ from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from tasks.text import as_text
-from tokenizer import Tokenizer
 from tree import Completion, Node, Rollout, from_row, write_rollouts
 
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
@@ -224,7 +222,7 @@ def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None)
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
                  score: Callable = tasks.reward) -> tuple[dict, Rollout]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
-    used: Counter = Counter()  # tokens: prompt, reused, sampled
+    used: Counter = Counter()  # tokens: prompt, sampled
     begun = time.monotonic()
     grow = rlm.rollout
     if method.startswith("rlm"):

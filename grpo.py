@@ -143,7 +143,7 @@ class Row:
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Row]:
     """The batch as rows: one per node that has a credit and sampled a token. Rows without
-    an advantage are dropped unless there is a KL term; their trees and tokens still count.
+    an advantage are dropped unless there is a KL term; their trees and tokens still divide.
     Raises ValueError for a credit that has not one advantage per sampled turn."""
     trees = [rollout for rollout in rollouts if not rollout.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]

@@ -17,8 +17,6 @@ The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without
 
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
-Tried: the size of the context in brief prompts. A model made from nothing takes the number
-for a name, and fails at numbers that it has not seen (docs/results.md).
 """
 import asyncio
 import inspect
@@ -273,8 +271,8 @@ class _Tree:
         return result.stdout.rstrip("\n"), result.error.rstrip("\n")
 
     def observe(self, node: Node, query: str, printed: str, notes: str) -> None:
-        """Add what the model sees next, halved until another message fits behind it: what
-        was printed first, then the notes. Sets the node's end if nothing fits."""
+        """Add what the model sees next. While no message fits behind it, what was printed
+        is halved, then the notes. Sets the node's end if nothing fits."""
         room = self.room(node)
         most = room - min(self.config.turn_tokens, room // 2)
         shown, told = len(printed), len(notes)
@@ -516,8 +514,7 @@ def main() -> None:
     show(model.trace)
     if args.demo:
         score = tasks.reward(task, model.trace.answer)
-        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}\neight such trees in a "
-              f"picture: {Path(__file__).parent / 'lab' / 'results' / 'group.svg'}")
+        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}")
 
 
 def show(root: Node) -> None:
@@ -525,7 +522,7 @@ def show(root: Node) -> None:
     print(render(root) + "\n")
     if root.answer is None and root.end in ENDS:
         sys.exit(f"no answer: {ENDS[root.end]}")
-    print(printable(as_text(root.answer)))  # a model must not steer a terminal
+    print(printable(as_text(root.answer)))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,6 @@ class Request:
     uniforms: np.ndarray  # one number in [0, 1) for each token it may sample
     done: asyncio.Future
     arrival: int = 0  # its number in order of arrival
-    reused: int = -1  # tokens of the prompt that were cached; -1: it never started
     computed: int = 0  # how many of ids have their keys and values in its pages
     pages: list[Page] = field(default_factory=list)  # its page table
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
@@ -81,8 +80,8 @@ class Request:
 
 
 class Sampler:
-    """Owns the KV cache. It computes with `model` itself, and with its adapters. If the
-    weights are sharded, or not of type `dtype`, or with `copy`, it has a merged copy.
+    """Owns the KV cache. It samples from `model` itself, adapters included; or from a
+    merged copy, if the weights are sharded or not of type `dtype`, or with `copy`.
 
     `memory` is the size of the pool: bytes (int), or a share of what a GPU has free, or a
     CPU in all (float). At most `batch` requests run at once, of at most `window` tokens
@@ -108,7 +107,7 @@ class Sampler:
             if attention is GatheredRows:
                 raise
             problem = f"{type(error).__name__}: {str(error)[:200]}"
-        if problem:  # only here, as the exception held the first pool
+        if problem:  # not inside `except`: the error keeps the first pool alive
             print(f"sampler: pages are not read in place, which is slower: {problem}")
             self.pool = self.attention = None
             self._make_pool(GatheredRows, memory, page)
@@ -182,7 +181,7 @@ class Sampler:
             end = "stop"
         elif is_over(request.ids):
             end = "block"
-        usage = {"prompt": len(ids), "reused": request.reused, "sampled": len(new)}
+        usage = {"prompt": len(ids), "sampled": len(new)}
         return Completion("", tuple(new), tuple(request.logprobs), end, usage)
 
     # --- the engine: everything below runs in one task ------------------------------------
@@ -251,8 +250,8 @@ class Sampler:
                                               for r in likely)
 
     def _fits(self, request: Request, shared: list[Page]) -> bool:
-        """Are there pages for all its tokens? Running requests come first: they may need
-        pages for the tokens that they have, and one more each."""
+        """Are there pages for all its tokens? Running requests come first: with pages for
+        the tokens that they have, and one more each."""
         size = self.pages.size
         need = -(-len(request.ids) // size) - len(shared)
         need += sum(-(-len(r.ids) // size) - len(r.pages) + 1 for r in self.running)
@@ -267,15 +266,13 @@ class Sampler:
         request.computed = len(shared) * self.pages.size
         if partial is not None:
             n = cached - request.computed
-            # With no other page left, this evicts the partial one; its content stays there.
+            # If no other page is left this is the partial one itself, with its content.
             target = self.pages.new(request).index
             self.pool[:, :, target, :n] = self.pool[:, :, partial.index, :n]
             self.pages.advance(request, n)
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.arrival)
         self.stats["reused"] += cached
-        if request.reused < 0:
-            request.reused = cached
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """(request, n): it computes its next n tokens, and has pages for them. A request

@@ -78,7 +78,7 @@ class Tokenizer:
         # tiktoken needs all bytes. Those without a token get ids that no text keeps.
         missing = [bytes([b]) for b in BYTES.values() if bytes([b]) not in ranks]
         stand_ins = {byte: self.vocab_size + i for i, byte in enumerate(missing)}
-        # All added tokens: the reference matches those not flagged special (<think>), too.
+        # All added tokens, also those that are not flagged special (<think>), as in HF.
         self._bpe = tiktoken.Encoding(
             name=source, pat_str=PATTERNS[cut], mergeable_ranks=ranks | stand_ins,
             special_tokens=added)

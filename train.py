@@ -18,8 +18,7 @@ the update.
 
 Left out: asynchronous sampling, a learning rate found by search, more than one task in a
 run. Tried (docs/results.md): older policies in each group, groups without signal drawn
-again, float16 with a scaled loss; none was better. Gradients clipped at 1.0: one rare large
-gradient undid the steps of a model made from nothing.
+again, float16 with a scaled loss; none was better.
 """
 import asyncio
 import gc
@@ -28,7 +27,7 @@ import os
 import random
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,7 +134,6 @@ def train(config: Config, world: World) -> None:
     trees = []
     if not in_grpo and config.warmup_steps:
         trees = warm_up_trees(config, questions, tokenizer, rlm_config)
-    # Adapters beside random weights learn nothing: such a warm-up trains all of them.
     adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
     model, optimizer = load(start, config, plan, adapters)
     run.open(tokenizer, rlm_config)
@@ -308,11 +306,8 @@ def fell(rollouts: list[Rollout], recent: list[list[float]]) -> bool:
     """Whether the mean reward is under half of what it was in the last five batches, and
     three standard errors under it. `recent` holds their mean rewards per question; a batch
     that did not fall is added."""
-    groups = defaultdict(list)
-    for rollout in rollouts:
-        if not rollout.failed:
-            groups[rollout.group].append(rollout.reward)
-    now = [statistics.fmean(rewards) for rewards in groups.values()]
+    now = [statistics.fmean(rollouts[i].reward for i in group)
+           for group in grpo.scored_groups(rollouts).values()]
     before = [mean for batch in recent for mean in batch]
     if len(before) > 1:
         usual = statistics.fmean(before)
@@ -325,7 +320,7 @@ def fell(rollouts: list[Rollout], recent: list[list[float]]) -> bool:
 
 @torch.no_grad()
 def take_back(optimizer: AdamW) -> None:
-    """Undo the last step of AdamW: its moments still say what it was. The first moment is
+    """Undo the last step of AdamW, computed again from its moments. The first moment is
     cleared, or the next step would repeat it. Of several --updates the last is undone."""
     group, = optimizer.param_groups
     beta1, beta2 = group["betas"]
@@ -346,7 +341,7 @@ def progress(config: Config, run: Run) -> float:
 def learning_rate(config: Config, run: Run) -> float:
     """Rises over the first five steps, then falls linearly to a tenth."""
     rising = min(1.0, (run.state.step + 1) / 5)
-    return config.lr * rising * (1 - 0.9 * min(1.0, progress(config, run)))
+    return config.lr * rising * (1 - 0.9 * progress(config, run))
 
 
 def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
@@ -450,7 +445,6 @@ def planned(config: Config, world: World) -> str:
     """What the run needs in memory, from config.json and rlm.json alone."""
     if not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
-    config = settings.settle(config, rlm.load_config(config.model))
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
     wanted = plan_of(config, shape, limits.window, free_memory(world))

@@ -15,8 +15,7 @@ end, so it is exactly one training sequence. `ids` are its tokens, `mask` says w
 the policy sampled, and `logprobs` how likely each of those was.
 
 Rollouts are stored as JSON lines and shown to people as indented text. Left out: how trees
-grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py). Tried
-and removed: trees that share a part with another tree (forks, docs/objective.md).
+grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py).
 """
 import json
 from collections.abc import Iterable, Iterator
@@ -43,7 +42,7 @@ class Completion:
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
     logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
-    usage: dict | None = None  # tokens: {"prompt": 90, "reused": 64, "sampled": 12}
+    usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ class Turn:
     """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
-    # Of the assistant exactly as sampled, of others with the chat markup around the text.
+    # The assistant's are exactly what was sampled. Those of others include the chat markup.
     # A system turn has no ids: those of the first user turn begin with them.
     ids: tuple[int, ...] = ()
-    # Of `ids`. None for a turn that was not sampled; () where an API told no numbers.
+    # Of `ids`. None for a turn that was not sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
 
     @property

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def give_back_memory() -> None:
-    """Let glibc return what was freed. It keeps free blocks that lie between others: so a
+    """Let glibc return what was freed. It keeps free blocks that lie between used ones: a
     run of an hour grew to twice its plan."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -18,8 +18,8 @@ def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
     """(order, shared): the indices of the rows in the order of their tokens, and how many
     first tokens each row shares with the row before it; 0 if they are few.
 
-    In this order no earlier row shares more. So the sum of `len(row) - shared` counts each
-    prefix once, except short ones."""
+    In this order a row shares most with the one before it. So the sum of `len(row) -
+    shared` counts each prefix once, except short ones."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     arrays = [np.asarray(rows[i]) for i in order]
     shared = [common(before, row) for before, row in pairwise(arrays)]

@@ -132,7 +132,7 @@ class GatheredRows:
     request that decodes has its keys and values a second time, side by side in a row. They
     are gathered once; each step then writes to the row and to the pages. All rows are as
     long as the longest, and together no larger than the pool. A request that would need
-    longer ones is gathered in every step, and so are prompts."""
+    longer ones has its pages gathered in every step, like prompts."""
     page = 16  # tokens of a page: small ones share more
 
     def __init__(self, model, pool: Tensor, window: int, batch: int):

@@ -92,8 +92,8 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.model["layers"]:
         fully_shard(block, mp_policy=policy)
-    # Embedding, norm and head are freed after a forward pass, too. Otherwise a forward pass
-    # without a backward pass would leave them gathered, and they would be read as weights.
+    # Embedding, norm and head are freed after a forward pass, too. Else they stay gathered
+    # after one without a backward pass, and would then be read as the weights.
     fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     register_fsdp_forward_method(model, "logprobs")
 

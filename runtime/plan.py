@@ -62,8 +62,8 @@ class Plan:
 
     @property
     def seen_cost(self) -> float:
-        """What a row costs for each token that another row has computed: it keeps a copy of
-        the token's keys and values. As a share of what a computed token keeps."""
+        """The size of a row's copy of a token's keys and values, over what a computed token
+        keeps."""
         size = 4 if self.device == "cpu" else self.dtype.itemsize
         return 2 * self.widths[2] * size / self.kept_bytes
 

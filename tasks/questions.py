@@ -12,7 +12,7 @@ from types import ModuleType
 import tasks
 from tasks import Task
 
-LONGER = (0.8, 1.2)  # longer questions differ so much: no score hangs on one length
+LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
 def heldout_tasks(n: int, kind: ModuleType, seed: int = 0, times: int = 1,
