@@ -236,12 +236,17 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     state = run.state
     reference = reference_of(config, run, plan)
+
+    def grown() -> list[Rollout]:
+        """The trees of a step."""
+        asked = questions.batch(state.step, config.questions)
+        sample = getattr(objective, "collect", rlm.collect)
+        return collect(asked, (config.seed, state.step), "trees", config.group, sample)
+
     while progress(config, run) < 1 and state.silent < PATIENCE:
         # Sample trees with the weights as they are now, and score their roots.
         clock.start()
-        asked = questions.batch(state.step, config.questions)
-        sample = getattr(objective, "collect", rlm.collect)
-        rollouts = collect(asked, (config.seed, state.step), "trees", config.group, sample)
+        rollouts = grown()
         clock.sampled()
 
         # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
@@ -279,6 +284,10 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         if config.eval_every and state.step % config.eval_every == 0:
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
+    # A run of `deep` at twice its rate ended at 0.02 after 0.66: its last update was a fall.
+    if state.step and fell(grown(), state.recent):
+        take_back(optimizer)
+        print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
         print(f"stopped: in the last {PATIENCE} steps no node had an advantage, or the "
               "update was taken back; a lower --lr may help")
