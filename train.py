@@ -236,17 +236,16 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     state = run.state
     reference = reference_of(config, run, plan)
+    sample = getattr(objective, "collect", rlm.collect)
 
-    def grown() -> list[Rollout]:
-        """The trees of a step."""
+    def grow() -> list[Rollout]:
         asked = questions.batch(state.step, config.questions)
-        sample = getattr(objective, "collect", rlm.collect)
         return collect(asked, (config.seed, state.step), "trees", config.group, sample)
 
     while progress(config, run) < 1 and state.silent < PATIENCE:
         # Sample trees with the weights as they are now, and score their roots.
         clock.start()
-        rollouts = grown()
+        rollouts = grow()
         clock.sampled()
 
         # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
@@ -285,7 +284,7 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
-    if state.step and fell(grown(), state.recent):
+    if state.step and fell(grow(), state.recent):
         take_back(optimizer)
         print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
