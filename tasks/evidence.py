@@ -1,9 +1,9 @@
 """evidence: the sentences that answer a question, in many papers.
 
-Gold is {paper id: [sentences]}. The score is the micro F1 over characters that was used for
-alphaXiv/multi-paper-synthetic. An echo of the context scores 2p/(1+p), where p is the share
-of gold characters. Generated papers have sentences about made-up terms, and the question
-asks for those about one of them.
+Gold is {paper id: [sentences]}. An answer is a list of strings; a dict scores 0. The score
+is the micro F1 over characters that was used for alphaXiv/multi-paper-synthetic. An echo of
+the context scores 2p/(1+p), where p is the share of gold characters. Generated papers have
+sentences about made-up terms, and the question asks for those about one of them.
 """
 import re
 from dataclasses import replace
