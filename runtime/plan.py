@@ -2,7 +2,7 @@
 
 Sums what is held at the same time in an update, the fullest moment of a step. The tenth of
 the device that DEVICE_SHARE leaves is for the rest: the process, workspaces of libraries,
-masks, fragmentation. A reference model is not counted.
+the sampler's buffers, masks, fragmentation. A reference model is not counted.
 """
 from dataclasses import dataclass, replace
 from pathlib import Path
