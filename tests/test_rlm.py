@@ -543,6 +543,6 @@ def test_the_demo_shows_a_tree_with_its_gold_and_its_score(monkeypatch, capsys):
     assert command(rlm, monkeypatch, "--demo") is None
     out, err = capsys.readouterr()
     tree, rest = out.split("\n\n")
-    answer, gold, score, _ = rest.splitlines()
+    answer, gold, score = rest.splitlines()
     assert (gold, score, err) == (f"gold: {answer}", "score: 1.00", "")
     assert tree.startswith("┌ root") and tree.count("┌ rlm ") == answer.count(":")
