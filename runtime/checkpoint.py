@@ -5,7 +5,7 @@ layout (of a model with adapters only these), tokenizer, rlm.json, state.json, a
 optimizer's state through torch's distributed checkpoint, so that any number of ranks can
 read it. No random state is saved: all random numbers are drawn from (seed, phase, step).
 Left out: a machine that fails before the disk has all of a file. Then remove the last
-checkpoint; the one before it is there.
+checkpoint; the one before it is still there.
 """
 import contextlib
 import glob

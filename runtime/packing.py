@@ -52,8 +52,8 @@ def families(rows: list, limit: float, attention_cost: float,
     for i, shared in zip(*by_prefix([row.ids for row in rows])):
         length = len(rows[i].ids)
         size = (1 + seen_cost) * length
-        room = limit - result[-1].size if result else 0.0
-        if size - shared > room or shared < WORTH_SHARING * (limit - room):
+        before = result[-1].size if result else limit
+        if before + size - shared > limit or shared < WORTH_SHARING * before:
             result.append(Family([], 0.0, 0.0))
             shared = 0
         result[-1].rows.append(rows[i])

@@ -71,8 +71,8 @@ class Sandbox:
     user: int = 0  # for root: the first user id of its workers; else they share one
 
     def enter(self) -> None:
-        """In the server. With a user namespace it goes on as a child: only there `fork` can
-        return to a process namespace, one that this user namespace owns."""
+        """In the server. With a user namespace it goes on as a child: `fork` must return to
+        a process namespace, and can only if this user namespace owns it."""
         if self.user or not self.namespaces:
             return
         uid, gid = os.getuid(), os.getgid()
