@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -48,7 +47,6 @@ from tree import Completion, Node, Rollout, from_row, write_rollouts
 
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
-FEW = 20  # scores; see `interval`
 
 
 # ------------------------------------------------------------------------------------------
@@ -101,23 +99,16 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
 
 
 def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
-    """The 95 % interval of the mean of scores between `least` and 1.
-
-    Where all scores are 0 or 1 it is Wilson's (1927), else the percentiles of 2,000
-    bootstrap resamples (Efron, 1979). Fewer than FEW scores, or equal ones, widen it: of
-    all questions a share z²/(n + z²) may score `least`, or 1, though none of these did."""
+    """The 95 % interval of the mean of scores between `least` and 1: the percentiles of
+    2,000 bootstrap resamples (Efron, 1979), widened. Of all questions a share z²/(n + z²),
+    as in Wilson's interval (1927), may score `least`, or 1, though none of these did."""
     values = np.asarray(scores, dtype=float)
-    n, mean, z2 = len(values), float(values.mean()), Z ** 2
-    if least == 0.0 and np.isin(values, (0.0, 1.0)).all():
-        centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
-        half = Z * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        return max(0.0, centre - half), min(1.0, centre + half)
+    n = len(values)
     picks = np.random.default_rng(0).integers(n, size=(2000, n))
     low, high = np.percentile(values[picks].mean(1), [2.5, 97.5]).tolist()
-    if n < FEW or np.ptp(values) < 1e-9:
-        unseen = z2 / (n + z2)
-        low += unseen * (min(least, values.min()) - low)
-        high += unseen * (max(1.0, values.max()) - high)
+    unseen = Z ** 2 / (n + Z ** 2)
+    low += unseen * (min(least, values.min()) - low)
+    high += unseen * (max(1.0, values.max()) - high)
     return float(low), float(high)
 
 

@@ -79,6 +79,9 @@ class REPL:
         the REPL and is raised here. Raises REPLError if the process cannot be started (also
         if `tools` raises), if the server is lost, and if the REPL is closed.
         """
+        import asyncio  # not above: the server imports this file, and does without asyncio
+
+        self._loop = asyncio.get_running_loop()
         if self._first is not None:
             first, self._first = self._first, None  # the context will live in the worker
             await self._start(first)
@@ -88,9 +91,6 @@ class REPL:
         return result
 
     async def _start(self, first: dict) -> None:
-        import asyncio  # not above: the server imports this file, and does without asyncio
-
-        self._loop = asyncio.get_running_loop()
         try:
             self._sock, theirs = socket.socketpair()
             self._sock.setblocking(False)
@@ -174,6 +174,9 @@ class Capture(io.StringIO):
         super().write(text[: max(0, self.room)])
         self.room -= len(text)
         return len(text)
+
+    def close(self) -> None:
+        """Nothing: code that closes its stdout may print all the same."""
 
     def text(self) -> str:
         note = f"\n... [{-self.room} characters cut]" if self.room < 0 else ""

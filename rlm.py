@@ -40,7 +40,8 @@ from runtime.side_by_side import side_by_side
 from tasks import Task
 from tasks.in_repl import help_of, source
 from tasks.text import about, as_text, describe
-from tree import Completion, Node, Refused, Rollout, Turn, Unscored, printable, render
+from tree import (Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
+                  render)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ def load_config(model_dir: str, positions: float = math.inf,
     positions. `sandbox` depends on this machine, so the file does not set it."""
     path = Path(model_dir, "rlm.json")
     saved = read_json(path) if path.exists() else {}
-    limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
-    config = RLMConfig(**saved, limits=limits)
+    try:
+        limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
+        config = RLMConfig(**saved, limits=limits)
+    except TypeError as error:  # a field that there is not
+        raise ValueError(f"{path}: {error}") from None
     return replace(config, window=min(config.window, positions))
 
 
@@ -138,7 +142,7 @@ async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: 
         try:
             root = await grow(task, policy, tokenizer, config, key)
             break
-        except Exception as error:
+        except (REPLError, Lost, OSError) as error:
             if handed_in.is_theirs(error):
                 raise
             failed = repr(error)
@@ -177,6 +181,8 @@ class _Tree:
         self.config, self.key = config, key
         self.nodes_left = config.max_nodes
         self.tokens_left = config.tree_tokens
+        self.reserved = 0  # tokens of messages that are sampled now
+        self.freed = asyncio.Condition()
         self.seconds_left = config.seconds
 
     def open(self, node: Node, query: str, context: Any) -> str:
@@ -227,28 +233,46 @@ class _Tree:
         """Add one completion, whose tokens are reserved from the tree's budget first. Sets
         the node's end if nothing is left or the policy refuses."""
         room = self.room(node)
-        granted = min(self.config.turn_tokens, room, self.tokens_left)
+        granted = await self.reserve(min(self.config.turn_tokens, room))
         if granted < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
+            await self.free(granted, 0)
             return
 
-        self.tokens_left -= granted
         try:
             completion = await self.policy(
                 node, granted, (*self.key, node.path, node.written))
         except Refused:
-            self.tokens_left += granted
             node.end = "refused"
+            await self.free(granted, 0)
             return
 
         used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
-        self.tokens_left += granted - used
+        await self.free(granted, used)
         if not completion.ids:
             node.counted += used
         text = completion.text
         if node.kind == "rlm" and not completion.ids:  # a server samples on
             text, _ = parse(text)
         node.add(Turn("assistant", text, completion.ids, completion.logprobs))
+
+    async def reserve(self, wanted: int) -> int:
+        """Take `wanted` tokens of the tree's budget, or what is left of it. Waits while
+        messages that are sampled now may leave more."""
+        async with self.freed:
+            await self.freed.wait_for(
+                lambda: self.tokens_left >= wanted or not self.reserved)
+            granted = max(0, min(wanted, self.tokens_left))
+            self.tokens_left -= granted
+            self.reserved += granted
+        return granted
+
+    async def free(self, granted: int, used: int) -> None:
+        """Give back what a message did not use of the tokens that it had reserved."""
+        async with self.freed:
+            self.tokens_left += granted - used
+            self.reserved -= granted
+            self.freed.notify_all()
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
         """Execute the block of the last message. Returns what the model sees next: what was
@@ -328,7 +352,7 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-BLOCK = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n((?s:.*?))^\1`*[ \t]*\r?$", re.M)
+FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")
 REPEATED = 200  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
@@ -348,9 +372,14 @@ def parse(text: str) -> tuple[str, str | None]:
     one: the whole message, and None.
 
     A block opens with three or more backticks and "repl", anywhere in a line that ends
-    there. It ends at a line of at least as many backticks and nothing else."""
-    block = BLOCK.search(text, len(text) - len(spoken(text)))
-    return (text[:block.end()], block[2]) if block else (text, None)
+    there. It ends where a line begins with as many backticks."""
+    opened = FENCE.search(text, len(text) - len(spoken(text)))
+    if not opened:
+        return text, None
+    closed = re.compile("^" + opened[1], re.M).search(text, opened.end())
+    if not closed:
+        return text, None
+    return text[:closed.end()], text[opened.end():closed.start()]
 
 
 def spoken(text: str) -> str:

@@ -34,7 +34,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,21 +43,22 @@ from model import Qwen3
 from runtime.pages import FlashPages, GatheredRows, attention_for, new_pool
 from runtime.parallel import is_sharded
 from runtime.threads import suited_to
-from tree import Completion
+from tree import Completion, Lost
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
 MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 
 
-class SamplerError(RuntimeError):
-    """A request could not be served: a failure of the machine, not of the policy."""
+class SamplerError(Lost):
+    """A request could not be served."""
 
 
 @dataclass(eq=False)
 class Page:
     index: int  # in the pool
     before: bytes  # hash of all tokens before it
-    tokens: list[int] = field(default_factory=list)  # whose keys and values it holds
+    # For each token whose keys and values it holds: a hash of it and all tokens before it.
+    tokens: list[int] = field(default_factory=list)
     hash: bytes = b""  # of all tokens up to its end, once it is full
     users: int = 1  # requests that have it in their page table
 
@@ -352,7 +352,9 @@ class Pages:
         self.free = list(range(count, 0, -1))
         self.unused: dict[int, Page] = {}  # by index, the least recently used first
         self.full: dict[bytes, Page] = {}  # full pages, by their hash
-        self.after: dict[bytes, list[Page]] = {}  # all pages, by the hash before them
+        # For each such hash the pages that hold its token. So a look-up takes the same
+        # time, however many requests have a common prefix.
+        self.alike: dict[int, dict[Page, None]] = {}
 
     def available(self) -> int:
         return len(self.free) + len(self.unused)
@@ -376,18 +378,18 @@ class Pages:
             if page is None:
                 break
             pages.append(page)
-        start = len(pages) * self.size
-        rest = request.ids[start:min(start + self.size, last)]
-        partial, n = None, 0  # the page that agrees furthest with the rest, and how far
-        for page in self.after.get(self.hash(request, len(pages)), ()):
-            alike = [*takewhile(lambda pair: pair[0] == pair[1], zip(page.tokens, rest))]
-            if len(alike) > n:
-                partial, n = page, len(alike)
+        start = n = len(pages) * self.size
+        partial, hashed = None, self.hash(request, len(pages))
+        for token in request.ids[start:min(start + self.size, last)]:
+            hashed = hash((hashed, token))
+            if hashed not in self.alike:
+                break
+            partial, n = next(iter(self.alike[hashed])), n + 1
 
         for page in [partial, *reversed(pages)]:
             if page is not None and page.index in self.unused:
                 self.unused[page.index] = self.unused.pop(page.index)
-        return pages, partial, start + n
+        return pages, partial, n
 
     def new(self, request: Request) -> Page:
         """One more page for the request; one must be available."""
@@ -397,7 +399,6 @@ class Pages:
             index = next(iter(self.unused))
             self._forget(self.unused.pop(index))
         page = Page(index, self.hash(request, len(request.pages)))
-        self.after.setdefault(page.before, []).append(page)
         request.pages.append(page)
         return page
 
@@ -408,7 +409,11 @@ class Pages:
             i = request.computed // self.size
             page = request.pages[i]
             upto = min(end, (i + 1) * self.size)
-            page.tokens += request.ids[request.computed:upto]
+            hashed = page.tokens[-1] if page.tokens else page.before
+            for token in request.ids[request.computed:upto]:
+                hashed = hash((hashed, token))
+                page.tokens.append(hashed)
+                self.alike.setdefault(hashed, {})[page] = None
             request.computed = upto
             if len(page.tokens) == self.size:
                 page.hash = self.hash(request, i + 1)
@@ -431,8 +436,9 @@ class Pages:
             self.unused[page.index] = page
 
     def _forget(self, page: Page) -> None:
-        self.after[page.before].remove(page)
-        if not self.after[page.before]:
-            del self.after[page.before]
+        for hashed in page.tokens:
+            del self.alike[hashed][page]
+            if not self.alike[hashed]:
+                del self.alike[hashed]
         if self.full.get(page.hash) is page:
             del self.full[page.hash]

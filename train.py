@@ -27,6 +27,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from runtime.parallel import World, full_tensor
 from runtime.plan import MOST_WINDOWS, Plan, free_memory, plan_of
 from runtime.run import Run, Start, flags_of_run, resuming
 from runtime.settings import RunConfig, UpdateConfig, WarmupConfig
+from runtime.side_by_side import EVERY_SECONDS
 from sampler import Sampler, SamplerError
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
@@ -78,6 +80,8 @@ TINY_VOCABULARY = 1024
 TOKENIZER_TREES = 192
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 PATIENCE = 10  # steps without any signal, after which GRPO ends
+RECENT = 40  # questions whose mean rewards say what is usual, and
+LEAST_RECENT = 20  # how many of them are needed to call a batch a fall
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
     "or --warmup if they score 0, harder ones if they score 1; or raise --group")
@@ -112,8 +116,19 @@ def train(config: Config, world: World) -> None:
     kind = tasks.load(config.task, config.data)
     questions = Questions(kind, config.data, config.seed, config.heldout)
     run = Run(config, world)
-    start = run.start(lambda path: make_tiny(path, config, questions))
+    start = run.start()
     in_grpo = run.state.phase == "grpo"
+    if run.state.silent == PATIENCE:  # it had stopped, and is continued
+        run.state.silent = 0
+    trees = []
+    if not in_grpo and config.warmup not in ("", "scripts"):
+        trees = saved_trees(config.warmup)
+    if not start.weights:
+        if world.rank == 0:
+            run.claim()
+            make_tiny(run.path("init"), config, questions)
+        world.gather(None)  # it can be read
+        start = replace(start, weights=run.path("init"))
 
     tokenizer = Tokenizer.from_pretrained(start.source)
     shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
@@ -131,9 +146,8 @@ def train(config: Config, world: World) -> None:
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
 
-    trees = []
     if not in_grpo and config.warmup_steps:
-        trees = warm_up_trees(config, questions, tokenizer, rlm_config)
+        trees = warm_up_trees(config, questions, tokenizer, rlm_config, trees)
     adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
     model, optimizer = load(start, config, plan, adapters)
     run.open(tokenizer, rlm_config)
@@ -167,7 +181,7 @@ def train(config: Config, world: World) -> None:
 def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
             optimizer: AdamW, trees: list[Rollout]) -> None:
     """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
-    state, steps = run.state, config.warmup_steps
+    state, steps, said = run.state, config.warmup_steps, time.monotonic()
     nodes = [node for tree in trees for node in tree.root.walk()
              if node.sampled and len(node.ids) <= plan.window]
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
@@ -195,17 +209,20 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
         if step % 10 == 0 or last:
             bar.set_postfix(loss=f"{total:.3f}")
             run.log({"phase": "warmup", "step": state.step, "loss": total})
-        if state.step % 100 == 0 or last:
+        if time.monotonic() - said > EVERY_SECONDS or last:
+            said = time.monotonic()
             bar.write(f"warm-up {state.step:4}/{steps} | loss {total:.3f} | "
                       f"{run.elapsed():.0f} s", file=sys.stdout)
         run.maybe_save(model, optimizer, every=1 if last else 100)
 
 
 def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
-                  rlm_config: RLMConfig) -> list[Rollout]:
-    """What the warm-up imitates: trees of scripts, or those of a file."""
-    if config.warmup not in ("", "scripts"):
-        return saved_trees(config.warmup, tokenizer)
+                  rlm_config: RLMConfig, saved: list[Rollout]) -> list[Rollout]:
+    """What the warm-up imitates: the saved trees, encoded anew, or else those of scripts."""
+    for node in [node for tree in saved for node in tree.root.walk()]:
+        node.turns = tokenizer.encode_turns(node.turns)
+    if saved:
+        return saved
     suits = settings.defaults(rlm_config)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
     asked = [questions.draw("warmup", i) for i in range(count)]
@@ -249,9 +266,12 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         clock.sampled()
 
         # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
-        fallen = fell(rollouts, state.recent)
+        means = group_means(rollouts)
+        fallen = config.updates == 1 and fell(means, state.recent)
         if fallen:
             take_back(optimizer)
+        else:
+            state.recent = [*state.recent, *means][-RECENT:]
 
         # Every node gets the advantage of its root, and becomes one row.
         credit = objective(rollouts, config)
@@ -284,7 +304,7 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
-    if state.step and fell(grow(), state.recent):
+    if state.step and config.updates == 1 and fell(group_means(grow()), state.recent):
         take_back(optimizer)
         print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
@@ -310,26 +330,26 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
 
-def fell(rollouts: list[Rollout], recent: list[list[float]]) -> bool:
-    """Whether the mean reward is under half of what it was in the last five batches, and
-    three standard errors under it. `recent` holds their mean rewards per question; a batch
-    that did not fall is added."""
-    now = [statistics.fmean(rollouts[i].reward for i in group)
-           for group in grpo.scored_groups(rollouts).values()]
-    before = [mean for batch in recent for mean in batch]
-    if len(before) > 1:
-        usual = statistics.fmean(before)
-        error = statistics.stdev(before) * math.sqrt(1 / len(before) + 1 / len(now))
-        if usual - statistics.fmean(now) > max(usual / 2, 3 * error):
-            return True
-    recent[:] = [*recent, now][-5:]
-    return False
+def group_means(rollouts: list[Rollout]) -> list[float]:
+    """The mean reward of each question."""
+    return [statistics.fmean(rollouts[i].reward for i in group)
+            for group in grpo.scored_groups(rollouts).values()]
+
+
+def fell(now: list[float], before: list[float]) -> bool:
+    """Whether the mean of `now` is under that of `before` by half of its absolute value and
+    by four standard errors. Both are mean rewards of questions; 20 before are needed."""
+    if len(before) < LEAST_RECENT:
+        return False
+    usual = statistics.fmean(before)
+    error = statistics.stdev(before) * math.sqrt(1 / len(before) + 1 / len(now))
+    return usual - statistics.fmean(now) > max(abs(usual) / 2, 4 * error)
 
 
 @torch.no_grad()
 def take_back(optimizer: AdamW) -> None:
     """Undo the last step of AdamW, computed again from its moments. The first moment is
-    cleared, or the next step would repeat it. Of several --updates the last is undone."""
+    cleared, or the next step would repeat it."""
     group, = optimizer.param_groups
     beta1, beta2 = group["betas"]
     for weight, last in optimizer.state.items():
@@ -391,7 +411,7 @@ def objective_of(config: Config) -> Callable:
     return objective
 
 
-def make_tiny(path: str, config: Config, questions: Questions) -> str:
+def make_tiny(path: str, config: Config, questions: Questions) -> None:
     """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
     trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
@@ -406,7 +426,6 @@ def make_tiny(path: str, config: Config, questions: Questions) -> str:
     model.save_pretrained(path)
     tokenizer.save(path)
     rlm.tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
-    return path
 
 
 def load(start: Start, config: Config, plan: Plan,

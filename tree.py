@@ -30,6 +30,12 @@ class Refused(Exception):
     filtered. The node ends, and its tree goes on."""
 
 
+class Lost(RuntimeError):
+    """A policy raises it if the machine failed, and not the policy: the tree is grown once
+    more, or left out and counted. Any other exception but OSError is a bug, and ends the
+    program."""
+
+
 class Unscored(Exception):
     """A score raises it where it cannot tell: because its judge does not answer. That is a
     failure of the machine, so the tree is left out and counted."""

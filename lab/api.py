@@ -21,7 +21,7 @@ import rlm
 from runtime import flags
 from runtime.files import read_texts
 from tasks import Task
-from tree import Completion, Node, Refused
+from tree import Completion, Lost, Node, Refused
 
 REFUSALS = (400, 413, 422)
 
@@ -49,7 +49,7 @@ class API:
                     temperature=self.temperature)
         except openai.OpenAIError as error:
             if getattr(error, "status_code", None) not in REFUSALS:
-                raise RuntimeError(f"{self.server['base_url']}: {error}") from None
+                raise Lost(f"{self.server['base_url']}: {error}") from None
             if not self.refused:  # scores alone would not say what is wrong
                 print(f"{self.model} refuses a request: {error!s:.200}", file=sys.stderr)
             self.refused = True

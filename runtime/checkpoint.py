@@ -8,8 +8,8 @@ Left out: a machine that fails before the disk has all of a file. Then remove th
 checkpoint; the one before it is still there.
 """
 import contextlib
-import glob
 import os
+import re
 import shutil
 import warnings
 
@@ -24,6 +24,7 @@ from runtime.parallel import World
 
 FOLDER = "checkpoints"  # in --out
 KEPT = 2  # checkpoints
+NAME = re.compile(r"(warmup|grpo)-\d{6}")
 
 # torch guesses that a run of one process has forgotten to start the others.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -54,16 +55,20 @@ def place(out: str, phase: str, step: int) -> str:
 
 def checkpoints(out: str) -> list[str]:
     """Those that were written to the end, the oldest first."""
-    found = glob.glob(os.path.join(out, FOLDER, "*-??????"))
-    return sorted(found, key=lambda path: (os.path.basename(path).startswith("grpo"), path))
+    folder = os.path.join(out, FOLDER)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = sorted(name for name in names if NAME.fullmatch(name))
+    found.sort(key=lambda name: name.startswith("grpo"))  # the warm-up comes first
+    return [os.path.join(folder, name) for name in found]
 
 
 def keep_last(out: str) -> None:
     """Remove all but the last ones, and what was left half written."""
     kept = checkpoints(out)[-KEPT:]
-    for path in glob.glob(os.path.join(out, FOLDER, "*")):
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    for entry in os.scandir(os.path.join(out, FOLDER)):
+        ours = NAME.fullmatch(entry.name.removesuffix(".tmp"))
+        if ours and entry.path not in kept:
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def save_optimizer(model, optimizer, path: str) -> None:

@@ -8,12 +8,15 @@ import argparse
 from dataclasses import field, fields
 
 
-def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False):
+def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False,
+         shown: str = ""):
     """A dataclass field that becomes --name with this help text.
 
-    A number has to be at least `least`, a text one of `choices` if there are any. The help
-    lists the flags that are `common` first."""
-    metadata = {"help": text, "least": least, "choices": choices, "common": common}
+    A number has to be at least `least`, or the default. A text has to be one of `choices`
+    if there are any. The help lists the flags that are `common` first, and has `shown` in
+    place of the default."""
+    metadata = {"help": text, "least": least, "choices": choices, "common": common,
+                "shown": shown or default}
     return field(default=default, metadata=metadata)
 
 
@@ -22,7 +25,8 @@ def check(config) -> None:
     for f in fields(config):
         value = getattr(config, f.name)
         choices = f.metadata["choices"]
-        if isinstance(value, (int, float)) and not value >= f.metadata["least"]:
+        allowed = value == f.default or isinstance(value, str)
+        if not allowed and not value >= f.metadata["least"]:
             raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
@@ -65,7 +69,7 @@ def _add(group, f) -> None:
     metavar = {str: "TEXT", int: "N", float: "X"}[type(f.default)]
     if f.metadata["choices"]:
         metavar = "|".join(f.metadata["choices"])
-    if f.default != "":
-        text += f" (default {f.default})"
+    if f.metadata["shown"] != "":
+        text += f" (default {f.metadata['shown']})"
     group.add_argument(name, type=type(f.default), default=f.default, metavar=metavar,
                        help=text)

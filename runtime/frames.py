@@ -36,7 +36,7 @@ class Result:
     done: bool = False  # FINAL was called (its value may be None)
     draft: Any = None  # answer["content"], if the code has put something there
     died: str = ""  # one of CAUSES: the process is gone
-    # Wall clock of the block, without its waiting for answers, by the server's clock.
+    # Of processors, or a tenth of the wall clock without waiting for answers if more.
     seconds: float = field(default=0.0, compare=False)
 
 

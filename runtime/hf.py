@@ -50,8 +50,8 @@ def read_config(path: str) -> dict[str, Any]:
         rope = raw.get(field, {})
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             refused.append(field)
-        if "rope_theta" in rope:  # newer versions of transformers write it here
-            raw.setdefault("rope_theta", rope["rope_theta"])
+        if "rope_theta" in rope:  # newer versions of transformers read it here
+            raw["rope_theta"] = rope["rope_theta"]
     if refused:
         found = ", ".join(f"{field} {raw.get(field)!r:.80}" for field in refused)
         raise ValueError(f"{path}: not supported: {found}")
@@ -89,8 +89,7 @@ def write_weights(path: str, tensors: Iterable[tuple[str, Tensor]],
                   dtype: torch.dtype) -> None:
     """Write one file, model.safetensors, after the last tensor was iterated over."""
     stored = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
-    os.makedirs(path, exist_ok=True)
-    save_file(stored, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+    _save(stored, path, "model.safetensors")
 
 
 # --- adapters -----------------------------------------------------------------------------
@@ -103,9 +102,8 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
                for name, weight in model.adapters().items()}
     if not write:
         return
-    os.makedirs(path, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, os.path.join(path, ADAPTER), metadata={"format": "pt"})
+    _save(tensors, path, ADAPTER)
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -142,6 +140,8 @@ def read_tensors(files: list[str],
                 # A checkpoint may hold the head beside the embedding that it is tied to.
                 if want is None and name == "lm_head.weight":
                     continue
+                if want is None:
+                    raise ValueError(f"{file}: the model has no {name}")
                 if shape != want or stored not in STORED:
                     raise ValueError(f"{file}: {name} has shape {shape} of {stored}, the "
                                      f"model has {want} of {', '.join(STORED)}")
@@ -155,6 +155,19 @@ def read_tensors(files: list[str],
             for name in tensors.keys():
                 if name in wanted:
                     yield name, tensors.get_tensor(name)
+
+
+def _save(tensors: dict[str, Tensor], path: str, name: str) -> None:
+    """Raises OSError if the disk is full."""
+    os.makedirs(path, exist_ok=True)
+    file = os.path.join(path, name)
+    open(file, "wb").close()
+    mode = os.stat(file).st_mode  # by the user's umask; save_file makes it private
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from None
+    os.chmod(file, mode)
 
 
 def _open(file: str):

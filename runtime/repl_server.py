@@ -31,6 +31,8 @@ PRELOAD = (
     "random re statistics string textwrap unicodedata"
 ).split()
 REPL_BYTES = 6 << 20  # of memory, in use
+WALL = 10  # ten seconds of wall clock count as much as one of a processor
+START_SECONDS = 60.0  # in which a REPL has to start
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -58,7 +60,7 @@ class Handle:
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, hard % 2**64), hard))
-        self.sandbox = sandbox
+        self.sandbox, self.owner = sandbox, os.getpid()
         self.base = tempfile.mkdtemp(prefix="repl-")  # see `stop`
         # Sequenced packets keep requests apart. The server ends when this socket is closed.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,7 +91,7 @@ class Handle:
     @classmethod
     def stop(cls) -> None:
         handle, cls.current = cls.current, None
-        if handle is not None:
+        if handle is not None and handle.owner == os.getpid():  # not in a forked child
             handle.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 handle.process.wait(timeout=5)
@@ -154,8 +156,46 @@ class Slot:
     inbox: bytearray = field(default_factory=bytearray)  # from the worker
     pid: int = 0  # 0: no process, or none any more
     state: str = "idle"  # running, asking, idle or dead
-    left: float = 60.0  # seconds, while the clock stands; the first are for the start
-    deadline: float = 0.0  # while the clock runs
+    limit: float = START_SECONDS  # of the block that runs
+    wall: float = 0.0  # seconds by the wall clock, until the clock last stood
+    since: float = 0.0  # when it began to run again
+    before: float = 0.0  # processor time before the block
+    deadline: float = 0.0  # when to look at the clock again
+
+    def run_clock(self) -> None:
+        self.state, self.since = "running", time.monotonic()
+        self.look()
+
+    def stop_clock(self, state: str) -> None:
+        if self.state == "running":
+            self.wall += time.monotonic() - self.since
+        self.state = state
+
+    def used(self) -> float:
+        """Seconds of the block: of processors, or a tenth of the wall clock where that is
+        more. So it hardly matters what else runs on the machine."""
+        running = time.monotonic() - self.since if self.state == "running" else 0.0
+        return max(processor_seconds(self.pid) - self.before, (self.wall + running) / WALL)
+
+    def look(self) -> bool:
+        """Whether the block's seconds are used up. Else it is looked at again before all
+        cores together can use up the rest."""
+        left = self.limit - self.used()
+        self.deadline = time.monotonic() + max(0.01, left / (os.cpu_count() or 1))
+        return left <= 0
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process and those below it have used, with those that ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            numbers = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            children = file.read().split()
+    except OSError:  # it has ended
+        return 0.0
+    ticks = sum(map(int, numbers[11:15]))  # user and system, its own and of the ended
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(processor_seconds, children))
 
 
 class Server:
@@ -164,6 +204,7 @@ class Server:
     def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
         self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
         self.forks = 0
+        self.parent = os.open(os.path.dirname(base), os.O_PATH)  # seen from any root
         self.workers: dict[int, Slot] = {}  # by process id, until that process is reaped
 
         self.selector = selectors.DefaultSelector()
@@ -182,7 +223,7 @@ class Server:
                 key.data(mask)
             now = time.monotonic()
             for slot in self.workers.values():
-                if slot.state == "running" and slot.deadline <= now:
+                if slot.state == "running" and slot.deadline <= now and slot.look():
                     limit = f"{slot.limits.seconds:g} s"
                     error = f"the block ran for more than {limit} and the REPL was ended"
                     self.end(slot, "timeout", f"TimeoutError: {error}")
@@ -192,6 +233,8 @@ class Server:
         request, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
         if not request:
             self.shut_down()
+        if not descriptors:  # none was free; the client sees that its socket is closed
+            return
         slot = Slot(Limits(**json.loads(request)))
         client = socket.socket(fileno=descriptors[0])
         slot.client = Channel(self.selector, client, self.from_client, slot)
@@ -206,7 +249,9 @@ class Server:
             self.kill(slot)
         while self.workers:
             self.reap(0)
-        with contextlib.suppress(OSError):  # there is no rm in the root of namespaces
+        with contextlib.suppress(OSError):  # in namespaces it is empty
+            os.rmdir(os.path.basename(self.base), dir_fd=self.parent)
+        with contextlib.suppress(OSError):  # but there is no rm
             os.execvp("rm", ["rm", "-rf", self.base])
         os._exit(0)
 
@@ -247,8 +292,7 @@ class Server:
         if slot.state == "dead":
             return
         if slot.state != "running":
-            slot.deadline = time.monotonic() + slot.left
-            slot.state = "running"
+            slot.run_clock()
         slot.worker.write(data)
 
     def from_worker(self, slot: Slot) -> bool:
@@ -262,8 +306,7 @@ class Server:
                 kind, data = found
                 if slot.state != "running" or kind not in (b"Q", b"D"):
                     raise ValueError(f"{kind!r} while {slot.state}")
-                slot.left = slot.deadline - time.monotonic()
-                slot.state = "asking" if kind == b"Q" else "idle"
+                slot.stop_clock("asking" if kind == b"Q" else "idle")
                 if kind == b"D":
                     self.tell_time(slot)
                 slot.client.write(data)
@@ -273,19 +316,17 @@ class Server:
 
     def tell_time(self, slot: Slot) -> None:
         """Tell the client how long the block ran, and reset its clock."""
-        seconds = max(0.0, slot.limits.seconds - slot.left)
-        slot.left = slot.limits.seconds
-        slot.client.write(frame(b"T", seconds, slot.limits.frame_mb))
+        slot.client.write(frame(b"T", slot.used(), slot.limits.frame_mb))
+        slot.limit, slot.wall = slot.limits.seconds, 0.0
+        slot.before = processor_seconds(slot.pid)
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
         if slot.state == "dead":
             return
-        if slot.state == "running":
-            slot.left = slot.deadline - time.monotonic()
-        slot.state = "dead"
-        self.kill(slot)
+        slot.stop_clock("dead")
         self.tell_time(slot)
+        self.kill(slot)
         result = {"error": error, "died": died}
         slot.client.write(frame(b"D", result, slot.limits.frame_mb))
 
@@ -306,12 +347,12 @@ class Server:
                 slot = self.workers.pop(child.si_pid)
                 while slot.worker.open and self.from_worker(slot):
                     pass  # its last frame may still wait here
-                self.kill(slot)
-                os.waitpid(child.si_pid, 0)
-                slot.pid = 0
                 how = "with exit code" if child.si_code == os.CLD_EXITED else "by signal"
                 error = f"the REPL's process was ended {how} {child.si_status}"
                 self.end(slot, "crash", f"ProcessError: {error}")
+                self.kill(slot)  # its group, too
+                os.waitpid(child.si_pid, 0)
+                slot.pid = 0
 
 
 def main(worker: type) -> None:

@@ -16,8 +16,7 @@ import shlex
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -47,7 +46,7 @@ class State:
     step: int = 0  # of the phase
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
-    recent: list[list[float]] = field(default_factory=list)  # mean rewards per question
+    recent: list[float] = field(default_factory=list)  # of groups: their mean rewards
     results: dict[str, dict] = field(default_factory=dict)  # held-out scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
@@ -82,15 +81,11 @@ class Run:
 
     # --- where it starts ------------------------------------------------------------------
 
-    def start(self, make: Callable[[str], str]) -> Start:
-        """Where the run starts from, on all ranks. Without --model `make(path)` makes the
-        checkpoint. Raises ValueError if --out holds a run and --resume is not given, or the
-        other way round, or if a flag cannot change."""
-        start = None
-        if self.world.rank == 0:
-            start = self.find_start()
-            if not start.weights:
-                start = replace(start, weights=make(self.path("init")))
+    def start(self) -> Start:
+        """Where the run starts from, on all ranks. Raises ValueError if --out holds a run
+        and --resume is not given, or the other way round; if it holds anything else; or if
+        a flag cannot change."""
+        start = self.find_start() if self.world.rank == 0 else None
         start = self.world.gather(start)[0]
         self.state = start.state
         return start
@@ -98,6 +93,10 @@ class Run:
     def find_start(self) -> Start:
         config, out = self.config, self.out
         holds_run = os.path.exists(self.path("run.json"))
+        if os.path.exists(out) and not os.path.isdir(out):
+            raise ValueError(f"{out} is a file: give another --out")
+        if os.path.isdir(out) and os.listdir(out) and not holds_run:
+            raise ValueError(f"{out} is not empty and holds no run: give another --out")
         if config.resume and not holds_run:
             raise ValueError(f"{out} holds no run to resume")
         if holds_run and not config.resume:
@@ -129,6 +128,11 @@ class Run:
         of --model."""
         return self.path("warmup") if state.phase == "grpo" else self.config.model
 
+    def claim(self) -> None:
+        """Make the directory that of a run. Called when what the user gave was read."""
+        os.makedirs(self.out, exist_ok=True)
+        write_json(self.path("run.json"), asdict(self.config))
+
     def open(self, tokenizer, rlm_config) -> None:
         """Begin to write, now that everything was read without an error. What was measured
         after the checkpoint is forgotten. `rlm_config` becomes the rlm.json beside all
@@ -136,10 +140,9 @@ class Run:
         self.tokenizer, self.rlm_config = tokenizer, rlm_config
         self.began -= self.state.seconds
         if self.world.rank == 0:
-            os.makedirs(self.out, exist_ok=True)
+            self.claim()
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.truncate(self.state.logged)
-            write_json(self.path("run.json"), asdict(self.config))
+                file.truncate(min(file.tell(), self.state.logged))
 
     # --- what people and programs see -----------------------------------------------------
 
@@ -213,8 +216,6 @@ class Run:
         weights stay what the warm-up left."""
         state = self.state
         path = checkpoint.place(self.out, state.phase, state.step)
-        if os.path.isdir(path):  # of the same phase and step, so it would be the same
-            return
         with checkpoint.writing(path, self.world) as aside:
             self._save(model, aside, not model.rank, True)
             if state.step:  # before the first step it has nothing to save

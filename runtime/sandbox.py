@@ -37,7 +37,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class Limits:
     """What one REPL may use. Crossing one never raises in the client: see `Result`."""
 
-    seconds: float = 60.0  # wall clock per block, paused while it waits for an answer
+    seconds: float = 60.0  # processor time per block; by the wall clock ten times that,
+    # which is paused while the block waits for an answer
     cpu_seconds: int = 600  # processor time of one process, in all its blocks (RLIMIT_CPU)
     output_chars: int = 8000  # kept of a block's output; also of its traceback
     memory_mb: int = 4096  # address space of one process (RLIMIT_AS)

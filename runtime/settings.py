@@ -7,8 +7,37 @@ from dataclasses import dataclass, replace
 from runtime.device import DEVICE
 from runtime.flags import flag
 
-BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint: see Defaults
-SAYS_SO = "; -1: by the checkpoint"
+BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
+POSITIVE = 1e-12  # the least rate
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a checkpoint gets where no flag says otherwise."""
+    warmup_steps: int
+    warmup_lr: float
+    warmup_trees: int  # scripted trees, run once and reused
+    warmup_rows: int  # nodes per supervised step
+    lr: float
+    max_norm: float  # gradients are clipped to this
+    adapters: float  # adapters learn at so many times the rate of all weights
+
+
+# Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
+SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
+                   lr=1.4e-3, max_norm=0.2, adapters=2.0)
+# The rates of published runs.
+PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
+                      lr=1e-6, max_norm=1.0, adapters=20.0)
+
+
+def by_checkpoint(name: str) -> str:
+    """What the help says of such a default."""
+    made, pretrained = getattr(SCRATCH, name), getattr(PRETRAINED, name)
+    text = f"{made:g} for a model made here, else {pretrained:g}"
+    if name in ("lr", "warmup_lr"):
+        text += f"; adapters {SCRATCH.adapters:g} and {PRETRAINED.adapters:g} times that"
+    return text
 
 
 @dataclass(frozen=True)
@@ -43,47 +72,27 @@ class WarmupConfig:
         "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
             "scripts for a model that is made, nothing with --model", common=True)
     warmup_steps: int = flag(
-        BY_CHECKPOINT, "supervised steps before GRPO; 0: none" + SAYS_SO, BY_CHECKPOINT)
+        BY_CHECKPOINT, "supervised steps before GRPO; 0: none",
+        shown=by_checkpoint("warmup_steps"))
     warmup_lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate of the warm-up" + SAYS_SO, BY_CHECKPOINT)
+        float(BY_CHECKPOINT), "peak rate of the warm-up", POSITIVE,
+        shown=by_checkpoint("warmup_lr"))
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
     steps: int = flag(
-        BY_CHECKPOINT, "GRPO steps; fewer, if ten in a row had nothing to learn from"
-        + SAYS_SO, BY_CHECKPOINT, common=True)
+        100, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth" + SAYS_SO,
-        BY_CHECKPOINT, common=True)
+        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
+        common=True, shown=by_checkpoint("lr"))
     lora_rank: int = flag(
         0, "train adapters of this rank in GRPO; 0: all weights", common=True)
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a checkpoint gets where no flag says otherwise."""
-    warmup_steps: int
-    warmup_lr: float
-    warmup_trees: int  # scripted trees, run once and reused
-    warmup_rows: int  # nodes per supervised step
-    steps: int
-    lr: float
-    max_norm: float  # gradients are clipped to this
-    adapters: float  # adapters learn at so many times the rate of all weights
-
-
-# Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
-SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
-                   steps=100, lr=1.4e-3, max_norm=0.2, adapters=2.0)
-# The rates of published runs.
-PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
-                      steps=100, lr=1e-6, max_norm=1.0, adapters=20.0)
 
 
 def defaults(rlm_config) -> Defaults:
@@ -96,7 +105,7 @@ def settle(config, rlm_config):
     suits = defaults(rlm_config) if config.model else SCRATCH
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
-              "steps": suits.steps, "lr": suits.lr * times}
+              "lr": suits.lr * times}
     if config.model:
         values["warmup_lr"] *= times
         if not config.warmup:  # it would undo what the checkpoint learnt
@@ -112,9 +121,14 @@ def opening(config, rlm_config, dtype) -> str:
     precision = str(dtype).removeprefix("torch.")
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
     time = " (with the defaults about five minutes on two cores)"
-    return (f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}, then "
-            f"{config.steps} steps of GRPO at {config.lr:g} on {trained}"
-            f"{time if rlm_config.scratch else ''}\n"
+    warmup = f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}"
+    if not config.warmup_steps:
+        warmup = "no warm-up"
+    falls = ""
+    if config.updates > 1:
+        falls = "several updates per batch: a fall of the reward is not taken back\n"
+    return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}"
+            f"{time if rlm_config.scratch else ''}\n{falls}"
             f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
             f"window of {rlm_config.window:,} tokens; trees of at most "
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"

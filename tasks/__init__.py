@@ -87,7 +87,10 @@ def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
     name = name_of(kind)
     if tokens is not None and not hasattr(kind, "TOKENS"):
         raise ValueError(f"{name} tasks have one size, no number of tokens")
-    made = kind.make(rng, tokens=tokens, heldout=heldout)
+    try:
+        made = kind.make(rng, tokens=tokens, heldout=heldout)
+    except ValueError as error:
+        raise ValueError(f"{name}: no question of {tokens} tokens ({error})") from error
     return Task(f"{name}-{rng.randrange(1 << 32):08x}", name, *made)
 
 

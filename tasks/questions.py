@@ -82,7 +82,10 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     lines = Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            questions.append(Task(f"row-{number}", name, *kind.read(json.loads(line))))
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            questions.append(Task(f"row-{number}", name, *kind.read(row)))
         except ValueError as error:  # also raised by json for what is not JSON
             problems.append(f"line {number}: {error}")
 

@@ -49,9 +49,9 @@ def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
     return scripted(script, tokenizer)
 
 
-def saved_trees(path: str, tokenizer) -> list[Rollout]:
+def saved_trees(path: str) -> list[Rollout]:
     """The saved trees that are fit to learn from: an answer, no REPL error, a reward above
-    0. Their texts are encoded anew. Raises ValueError if there are none."""
+    0. Raises ValueError if there are none."""
     saved = read_rollouts(path, Task)
     trees = []
     for tree in saved:
@@ -62,7 +62,4 @@ def saved_trees(path: str, tokenizer) -> list[Rollout]:
         raise ValueError(f"{path}: none of its {len(saved)} trees ended with an answer, "
                          "without an error, with a reward above 0")
     print(f"{path}: {len(trees)} of {len(saved)} trees are fit to learn from")
-    for tree in trees:
-        for node in tree.root.walk():
-            node.turns = tokenizer.encode_turns(node.turns)
     return trees

@@ -73,10 +73,22 @@ def test_differences_are_paired_and_skip_what_either_lost():
 
 @pytest.mark.parametrize("scores, low, high", [
     ([1.0] * 4, 0.5101, 1.0), ([0.0] * 4, 0.0, 0.4899), ([1.0], 0.2065, 1.0),
-    ([1.0] * 9 + [0.0], 0.5958, 0.9821),  # Wilson's of 9 of 10
     ([0.5] * 4, 0.2551, 0.7449), ([1.0] * 128, 0.9709, 1.0)])
 def test_an_interval_holds_at_the_edges(scores, low, high):
     assert evaluation.interval(scores) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("n", [8, 50])
+@pytest.mark.parametrize("right, mean", [(0.5, 0.5), (0.97, 0.97), (0.8, 0.9)])
+def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
+    """Scores of 1 with the chance `right`, else 0, or anything in between for 0.8."""
+    rng, held, trials = random.Random(0), 0, 300
+    for _ in range(trials):
+        other = rng.random if right == 0.8 else float
+        low, high = evaluation.interval(
+            [1.0 if rng.random() < right else other() for _ in range(n)])
+        held += low <= mean <= high
+    assert held >= 0.93 * trials
 
 
 # --- what training uses -------------------------------------------------------------------

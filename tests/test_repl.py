@@ -240,14 +240,45 @@ def test_the_clock_is_the_servers_and_stops_for_queries():
         time.sleep(1)  # the client is busy, as with a forward pass
         return prompts
 
-    blocks = ("import time; time.sleep(0.3)", "print(llm_query('x'))", "1 / 0",
-              "llm_query('a')\nwhile True: pass")
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    blocks = (busy, "print(llm_query('x'))", "1 / 0", "llm_query('a')\nwhile True: pass")
     *results, late = run(*blocks, on_query=slow, seconds=0.8)
     assert late.died == "timeout" and 0.8 <= late.seconds < 2
     assert results[1] == Result(stdout="x\n")
     assert [r.seconds >= 0.3 for r in results] == [True, False, False]
     forged = "s = FINAL.__self__.worker.sock\ns.sendall(b'\\0\\0\\0\\1T0')"
     assert run(forged)[0].died == "protocol"  # no worker sets its own clock
+
+
+def test_a_busy_machine_ends_no_block_and_sleeping_ends_one_late():
+    """Each of 12 blocks needs half of its seconds, of a machine with fewer cores."""
+    busy = "import time\nwhile time.process_time() < 0.7: pass\nFINAL(1)"
+
+    async def one(code, seconds):
+        async with REPL("", limits=Limits(seconds=seconds)) as repl:
+            return await repl.execute(code)
+
+    async def go():
+        many = [one(busy, 1.4) for _ in range(12)]
+        return await asyncio.gather(*many, one("import time; time.sleep(99)", 0.1))
+
+    *results, slept = asyncio.run(go())
+    assert [r.final for r in results] == [1] * 12
+    assert all(0.5 < r.seconds < 1.4 for r in results)
+    assert slept.died == "timeout" and 0.1 <= slept.seconds < 1
+
+
+def test_processes_of_a_block_count_together():
+    code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    result = run(code, seconds=2)[0]
+    assert result.died == "timeout" and 2 <= result.seconds < 4
+
+
+def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
+    repl = REPL("")
+    closed = asyncio.run(repl.execute("import sys; sys.stdout.close(); print('on')"))
+    assert closed == Result(stdout="on\n")
+    assert asyncio.run(repl.execute("print('and on')")).stdout == "and on\n"
 
 
 def test_a_failing_query_is_the_machines_failure():
@@ -380,6 +411,32 @@ def test_where_the_kernel_refuses():
     auto, required, off = done.stdout.splitlines()
     assert auto == off == "it runs" and "lost" in required
     assert done.stderr.count("the sandbox has no namespaces") == 2  # it says why
+
+
+def test_without_free_descriptors_one_repl_is_refused_and_the_others_go_on():
+    code = """if True:
+        import asyncio, os, resource
+        from repl import Handle, REPL, REPLError
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+
+        async def go():
+            repls, refused = [REPL("") for _ in range(30)], 0
+            for repl in repls:
+                try:
+                    await repl.execute("")
+                except REPLError:
+                    refused += 1
+            assert 0 < refused < 10
+            assert (await repls[0].execute("FINAL(1)")).final == 1
+
+        asyncio.run(go())
+        if os.fork() == 0:
+            raise SystemExit  # runs what the parent registered for its exit
+        os.wait()
+        assert os.path.exists(Handle.current.base)
+        print("well")"""
+    done = program(sys.executable, "-c", code)
+    assert done.stdout == "well\n", done.stderr
 
 
 def test_the_end_of_the_client_ends_its_server():

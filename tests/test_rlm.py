@@ -187,10 +187,10 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
     # As models write it: behind words, with other line ends, with longer fences.
     ("Code: ```repl\nx\n```", "x\n"), ("```repl\r\nx = 1\r\n```", "x = 1\r\n"),
     ("````repl\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
-    ("````repl\nx\n```", None), ("```repl\nx\n`````", "x\n"), ("```repl\n```", ""),
+    ("````repl\nx\n```", None), ("```repl\n```", ""),
     ("```repl  \nx = '''\n  ```\n'''\n```", "x = '''\n  ```\n'''\n"),
-    # A fence with a word behind it opens a block, and closes none.
-    ("```repl\nx\n```repl\ny\n```", "x\n```repl\ny\n"),
+    # An open block holds all fences that are shorter.
+    ("````repl\nx\n```repl\ny\n```\n````", "x\n```repl\ny\n```\n"),
     # A thought is no code, also where the prompt has opened it, or where it does not end.
     ("<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", "b\n"),
     ("<think>\n```repl\na\n```\n", None),
@@ -199,6 +199,19 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 def test_a_message_ends_with_its_first_complete_block(text, code):
     behind = "" if code is None else "\nand\n```repl\nFINAL(2)\n```"
     assert parse(text + behind) == (text, code)
+
+
+@pytest.mark.parametrize("fence", ["```", "```python", "`````"])
+def test_a_fence_ends_a_block_for_a_server_and_for_the_sampler(fence):
+    """The sampler asks after each character whether the block is complete."""
+    text = f"```repl\nx = 1\n{fence}\nor\n```\n"
+    ends = [end for end in range(len(text)) if parse(text[:end])[1] is not None]
+    assert parse(text) == parse(text[:ends[0]]) == ("```repl\nx = 1\n```", "x = 1\n")
+
+
+def test_fences_that_do_not_close_are_read_once():
+    text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
+    assert parse(text) == (text, None)
 
 
 def test_what_a_server_writes_behind_a_block_is_cut():
@@ -262,26 +275,35 @@ def test_the_node_budget_is_the_trees_and_a_batch_gets_exactly_its_results_in_or
     assert len(list(root.walk())) == 9
 
 
-def test_sampled_tokens_are_reserved_before_and_refunded_after(tiny):
-    policy = Script({(): block("FINAL(llm_query_batched(['x'] * 4))"), "*": "ok"}, tiny)
-    root = asyncio.run(rollout(task(), policy, tiny,
-                               RLMConfig(turn_tokens=60, tree_tokens=150, max_turns=1)))
-    first = root.sampled
-    assert 5 < first < 60  # the rest came back, or the children would get less
-    grants, left = [60], 150 - first
-    while left:
-        grants.append(min(60, left))
-        left -= grants[-1]
-    assert policy.granted == grants and len(grants) < 1 + 4
-    assert root.answer[0] == "ok" and len(root.answer) == 4
-    assert root.answer[3].startswith("Error") and "budget of tokens" in root.answer[3]
-    refused = [n for n in root.children if n.end == "budget"]
-    assert refused and all(n.sampled == 0 and n.answer is None for n in refused)
+@pytest.mark.parametrize("says", ["ok", "word " * 60])
+def test_tokens_are_reserved_before_refunded_after_and_waited_for(tiny, says):
+    """Forty children ask for 60 tokens each. All get some, until the tokens are spent."""
+    budget, flying, spent, most = 300, 0, 0, 0
+
+    async def policy(node, max_tokens, key):
+        nonlocal flying, spent, most
+        flying += max_tokens
+        most = max(most, flying + spent)
+        await asyncio.sleep(0.001)
+        text = says if node.path else block("FINAL(llm_query_batched(['x'] * 40))")
+        ids = tuple(tiny.message(text)[:max_tokens])
+        flying, spent = flying - max_tokens, spent + len(ids)
+        return Completion(text, ids, (0.0,) * len(ids))
+
+    config = RLMConfig(turn_tokens=60, tree_tokens=budget, max_turns=1, max_nodes=50)
+    root = asyncio.run(rollout(task(), policy, tiny, config))
+    errors = [text for text in root.answer if text.startswith("Error")]
+    assert len(root.answer) == 40 and all("budget of tokens" in text for text in errors)
+    assert most <= budget and spent <= budget
+    full = 40 if says == "ok" else -(-(budget - root.sampled) // 60)
+    assert 40 - len(errors) == full and (not errors or spent == budget)
+    refused = [node for node in root.children if node.end == "budget"]
+    assert len(refused) == len(errors) and not any(node.sampled for node in refused)
 
 
 def test_the_trees_seconds_in_code_end_nodes_with_budget():
-    sleep = block("import time; time.sleep(0.3)")
-    says = {(): [sleep, block("FINAL(rlm_query('x'))")], "*": [sleep, block("FINAL('in')")]}
+    busy = block("import time\nwhile time.process_time() < 0.3: pass")
+    says = {(): [busy, block("FINAL(rlm_query('x'))")], "*": [busy, block("FINAL('in')")]}
     assert grow(says, seconds=30.0).answer == "in"
     root = grow(says, seconds=0.5)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
@@ -436,6 +458,14 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         (0.5, "", 1), (0.0, "Unscored('gone')", 1)]
     with pytest.raises(KeyError):
         trees(KeyError("a bug"))
+
+
+def test_a_bug_in_a_policy_keeps_its_traceback_and_is_not_the_machines_failure():
+    async def policy(node, max_tokens, key):
+        return node.no_such_field
+
+    with pytest.raises(AttributeError, match="no_such_field"):
+        asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
 
 
 def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():

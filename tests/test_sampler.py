@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 import runtime.pages
 import sampler as sampler_module
 from model import Qwen3, Qwen3Config
-from sampler import Request, Sampler, SamplerError
+from sampler import Pages, Request, Sampler, SamplerError
 
 VOCAB, WINDOW = 29, 48
 
@@ -294,6 +295,42 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
         reused += sampler.stats["reused"]
     assert compared > 3 * count and reused > 50
     assert preempted or attention != "rows"
+
+
+def test_a_match_is_the_longest_cached_prefix():
+    """Against a search through all pages, while requests come, grow and go."""
+    for seed in range(500):
+        rng = random.Random(seed)
+        size, running, prefixes = rng.choice([1, 3, 8]), [], {}
+        pages = Pages(12, size)
+        for _ in range(40):
+            request = SimpleNamespace(ids=[rng.randrange(2) for _ in range(
+                rng.randrange(1, 4 * size + 2))], computed=0, pages=[], hashes=[b""])
+            shared, partial, n = pages.match(request)
+
+            held = [ids for page, ids in prefixes.items()
+                    if any(page in alike for alike in pages.alike.values())]
+            last, full = len(request.ids) - 1, len(shared) * size
+            assert full == 0 or prefixes[shared[-1]] == request.ids[:full]
+            best = max((k for ids in held for k in range(full, len(ids) + 1)
+                        if full < len(ids) <= full + size and k <= last
+                        and ids[:k] == request.ids[:k]), default=full)
+            assert n == best and (partial is None) == (n == full)
+
+            if len(request.ids) // size + 1 - len(shared) <= pages.available() - sum(
+                    page.users == 0 for page in shared):
+                for page in shared:
+                    pages.acquire(page)
+                request.pages, request.computed = shared, full
+                while len(request.pages) * size < len(request.ids):
+                    pages.new(request)
+                pages.advance(request, len(request.ids) - full)
+                for i, page in enumerate(request.pages):
+                    prefixes[page] = request.ids[:(i + 1) * size]
+                running.append(request)
+            if running and rng.random() < 0.6:
+                for page in reversed(running.pop(rng.randrange(len(running))).pages):
+                    pages.release(page)
 
 
 def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
