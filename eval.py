@@ -100,8 +100,8 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
 
 def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
     """The 95 % interval of the mean of scores between `least` and 1: the percentiles of
-    2,000 bootstrap resamples (Efron, 1979), widened. Of all questions a share z²/(n + z²),
-    as in Wilson's interval (1927), may score `least`, or 1, though none of these did."""
+    2,000 bootstrap resamples (Efron, 1979), widened. As in Wilson's interval (1927), a
+    share z²/(n + z²) of all questions may score `least`, or 1, though none of these did."""
     values = np.asarray(scores, dtype=float)
     n = len(values)
     picks = np.random.default_rng(0).integers(n, size=(2000, n))

@@ -218,7 +218,7 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
 
 def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
                   rlm_config: RLMConfig, saved: list[Rollout]) -> list[Rollout]:
-    """What the warm-up imitates: the saved trees, encoded anew, or else those of scripts."""
+    """What the warm-up imitates: the saved trees, encoded anew, or trees of scripts."""
     for node in [node for tree in saved for node in tree.root.walk()]:
         node.turns = tokenizer.encode_turns(node.turns)
     if saved:
@@ -266,12 +266,12 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         clock.sampled()
 
         # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
-        means = group_means(rollouts)
-        fallen = config.updates == 1 and fell(means, state.recent)
+        rewards = rewards_of(rollouts)
+        fallen = config.updates == 1 and fell(rewards, state.recent)
         if fallen:
             take_back(optimizer)
         else:
-            state.recent = [*state.recent, *means][-RECENT:]
+            state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
 
         # Every node gets the advantage of its root, and becomes one row.
         credit = objective(rollouts, config)
@@ -304,7 +304,7 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
-    if state.step and config.updates == 1 and fell(group_means(grow()), state.recent):
+    if state.step and config.updates == 1 and fell(rewards_of(grow()), state.recent):
         take_back(optimizer)
         print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
@@ -330,20 +330,25 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
 
 
-def group_means(rollouts: list[Rollout]) -> list[float]:
-    """The mean reward of each question."""
-    return [statistics.fmean(rollouts[i].reward for i in group)
+def rewards_of(rollouts: list[Rollout]) -> list[list[float]]:
+    """The rewards of the trees of each question."""
+    return [[rollouts[i].reward for i in group]
             for group in grpo.scored_groups(rollouts).values()]
 
 
-def fell(now: list[float], before: list[float]) -> bool:
-    """Whether the mean of `now` is under that of `before` by half of its absolute value and
-    by four standard errors. Both are mean rewards of questions; 20 before are needed."""
+def fell(rewards: list[list[float]], before: list[float]) -> bool:
+    """Whether the mean reward of a batch is under what is usual: by half of its absolute
+    value, and by five standard errors, or three where no question has a signal left.
+
+    `before` are mean rewards of earlier questions, of which LEAST_RECENT are needed."""
     if len(before) < LEAST_RECENT:
         return False
+    now = [statistics.fmean(group) for group in rewards]
+    silent = len(now) > 1 and all(max(group) == min(group) for group in rewards)
     usual = statistics.fmean(before)
     error = statistics.stdev(before) * math.sqrt(1 / len(before) + 1 / len(now))
-    return usual - statistics.fmean(now) > max(abs(usual) / 2, 4 * error)
+    least = max(abs(usual) / 2, (3 if silent else 5) * error)
+    return usual - statistics.fmean(now) > least
 
 
 @torch.no_grad()

@@ -238,7 +238,9 @@ def test_rope_theta_is_read_where_newer_files_have_it(saved):
     rewrite(saved / "config.json", rope_theta=...,
             rope_parameters={"rope_theta": 700.0, "rope_type": "default"})
     assert same(Qwen3.from_pretrained(saved), build())
-    rewrite(saved / "config.json", rope_theta=900.0)
+    rewrite(saved / "config.json", rope_theta=900.0)  # as in transformers, the new wins
+    assert same(Qwen3.from_pretrained(saved), build())
+    rewrite(saved / "config.json", rope_parameters=...)
     assert not same(Qwen3.from_pretrained(saved), build())  # it does reach the logits
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +203,7 @@ def rewarded(trees, *rewards):
 def test_a_fall_takes_the_last_update_back(loop_of, scripted_trees, capsys):
     good, bad = rewarded(scripted_trees, 0.9, 0.5), rewarded(scripted_trees, 0.2, 0.1)
     loop = loop_of("--steps", 20)
+    loop.run.state.recent = [0.65, 0.75] * 10
     found, config = [], loop.config
     for steps, last in ((1, good), (2, good), (2, bad), (3, bad), (4, bad)):
         loop.config = replace(config, steps=steps)
@@ -219,18 +221,31 @@ def test_a_fall_takes_the_last_update_back(loop_of, scripted_trees, capsys):
     assert reinforce(loop, [bad] * 20)["step"] == 12  # the tenth in a row
 
 
-@pytest.mark.parametrize("before, now, falls", [
-    ([0.5, 0.7], [0.0, 0.0], True), ([0.5, 0.7], [0.3, 0.4], False),
-    ([0.3, 0.3, 0.0, 0.0], [0.0] * 4, False), ([0.1, 0, 0, 0], [0.0] * 4, False),
-    ([0.5], [0.0], False)])
-def test_a_fall_is_half_and_three_standard_errors(before, now, falls):
-    def batch(rewards):
-        return [Rollout(None, str(i), None, reward) for i, reward in enumerate(rewards)]
+def healthy(rng, questions, shift):
+    """Rewards of a policy whose trees are right with chance 0.8."""
+    return [[(rng.random() < 0.8) + shift for _ in range(8)] for _ in range(questions)]
 
-    recent = []
-    assert not train.fell(batch(before), recent)
-    assert train.fell(batch(now), recent) == falls
-    assert len(recent) == (1 if falls else 2)
+
+@pytest.mark.parametrize("shift", [0.0, -1.0])  # rewards in [0, 1] and in [-1, 0]
+@pytest.mark.parametrize("questions", [1, 8])
+def test_a_healthy_policy_hardly_ever_falls(questions, shift):
+    rng, recent, falls = random.Random(0), [], 0
+    for _ in range(2000):
+        rewards = healthy(rng, questions, shift)
+        falls += train.fell(rewards, recent)
+        recent = [*recent, *(sum(group) / 8 for group in rewards)][-train.RECENT:]
+    assert falls <= 1
+
+
+def test_a_fall_to_no_signal_is_seen_soon_and_one_with_a_signal_when_it_is_clear():
+    """The first is a recorded one: mean rewards of 0.095, 0.153, 0.236, then 0."""
+    rng = random.Random(0)
+    start = [rng.gauss(mean, 0.08) for mean in (0.095, 0.153, 0.236) for _ in range(8)]
+    assert train.fell([[0.0] * 8] * 8, start)
+    assert not train.fell([[0.0] * 8] * 8, start[:19])  # too few to know what is usual
+    usual = [rng.gauss(0.655, 0.15) for _ in range(40)]
+    assert train.fell([[0.0] * 7 + [0.128]] * 8, usual)
+    assert not train.fell([[0.0] * 4 + [0.8] * 4] * 8, usual)
 
 
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
@@ -289,7 +304,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
         assert node.ids[:len(opening)] == opening
     saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
     with pytest.raises(ValueError, match="none of its 4 trees"):
-        saved_trees(str(saved), tokenizer)
+        saved_trees(str(saved))
 
 
 # --- where a run starts from --------------------------------------------------------------
@@ -407,6 +422,31 @@ def test_an_interrupted_run_says_how_it_continues(
         assert torch.equal(weights(out / "warmup")[name], weight)
 
 
+def test_a_run_keeps_off_what_is_not_its_own(short_run, tmp_path, monkeypatch):
+    """The checkpoints of a run beside it, whose name its own name matches as a pattern; and
+    a directory that holds no run."""
+    flags = *SHORT, "--model", short_run / "warmup", "--warmup-steps", 0, "--heldout", 1
+    beside = tmp_path / "a1" / "checkpoints" / "grpo-000000"
+    beside.mkdir(parents=True)
+    assert FLAT in command(train, monkeypatch, *flags, "--out", tmp_path / "a[12]")
+    assert beside.exists()
+    mine = tmp_path / "mine" / "checkpoints" / "me"
+    mine.mkdir(parents=True)
+    message = command(train, monkeypatch, *flags, "--out", tmp_path / "mine")
+    assert "not empty and holds no run" in message and os.listdir(mine.parent) == ["me"]
+
+
+def test_a_run_without_its_metrics_goes_on_and_one_that_stopped_can_continue(
+        short_run, tmp_path, monkeypatch):
+    out = tmp_path / "m"
+    shutil.copytree(short_run, out)
+    (out / "metrics.jsonl").unlink()
+    path = Path(checkpoint.checkpoints(out)[-1], "state.json")
+    path.write_text(json.dumps(state_of(out) | {"silent": train.PATIENCE}))
+    command(train, monkeypatch, "--out", out, "--resume", "--steps", 4)
+    assert [row["step"] for row in lines(out) if row["phase"] == "grpo"] == [3, 4]
+
+
 def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypatch):
     def files():
         return {path: path.read_bytes() for path in short_run.rglob("*") if path.is_file()}
@@ -431,6 +471,8 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1, the least is 2"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
+    (["--lr", "-0.5"], "lr is -0.5, the least is"),
+    (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     message = command(train, monkeypatch, *SHORT, "--model", short_run / "init", "--out",
@@ -453,7 +495,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     assert not (tmp_path / "i").exists()
     table = capsys.readouterr().out
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
-    assert capsys.readouterr().out == table[:table.index("a warm-up of")]
+    assert capsys.readouterr().out == table[:table.index("no warm-up")]
 
 
 # --- what takes minutes -------------------------------------------------------------------
