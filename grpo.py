@@ -24,18 +24,7 @@ The functions stand in the order of the equation. All weights are known before t
 forward pass. So the loss depends neither on how rows are packed (runtime/packing.py) nor on
 which rank computes them. Left out: a value function, and scores of single turns.
 
-Tried (docs/objective.md, docs/results.md; the objectives are in lab/objectives.py):
-
-    only roots trained           at most 0.54 on notes; inheritance has at least 0.90
-    only children trained        at most 0.44 on notes: the roots get worse
-    1/k against summed children  0.19 behind on notes at 100,000 tokens, without std
-    1/|y| as c                   no difference on notes and deep
-    all tokens alike as c        one of two runs on notes broke; no difference on deep
-    no division by std           a tie on an earlier evidence, 0.08 less on notes (one run)
-    RAO, MaxRL, RLOO, 1/N        no difference beyond chance on deep
-    a child's own score          no difference on deep, a lead on definitions (one run)
-    forks (Tree-GRPO)            a lead on deep, perhaps only due to more updates; removed
-    a price on tokens            no gain, and a high one silenced the policy; removed
+What other forms reach when they train is in docs/objective.md and docs/results.md.
 """
 from __future__ import annotations
 

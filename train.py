@@ -253,11 +253,10 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     state = run.state
     reference = reference_of(config, run, plan)
-    sample = getattr(objective, "collect", rlm.collect)
 
     def grow() -> list[Rollout]:
         asked = questions.batch(state.step, config.questions)
-        return collect(asked, (config.seed, state.step), "trees", config.group, sample)
+        return collect(asked, (config.seed, state.step), "trees", config.group)
 
     while progress(config, run) < 1 and state.silent < PATIENCE:
         # Sample trees with the weights as they are now, and score their roots.
@@ -313,15 +312,15 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
 
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
-                  asked: list[tasks.Task], key: tuple, label: str, group: int = 1,
-                  sample: Callable = rlm.collect) -> list[Rollout]:
+                  asked: list[tasks.Task], key: tuple, label: str,
+                  group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now. Each rank samples those
     of its share of the questions, then all ranks get all trees."""
     sampler.load(model)
     policy = rlm.local_policy(sampler, run.tokenizer)
     trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
     mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
-    rollouts = asyncio.run(sample(
+    rollouts = asyncio.run(rlm.collect(
         [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
         [trees[n][1] for n in mine], numbers=mine, label=label, score=score))
     # Every rank knows the questions, so only the trees are exchanged.

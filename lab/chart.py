@@ -3,19 +3,15 @@
     python -m lab.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
     python -m lab.chart OUT.svg lab/results/main.json              runs that were recorded
     python -m lab.chart OUT.svg lab/results/deep.json --kind dots
-    python -m lab.chart OUT.svg lab/results/bias.json --kind rules
 
 Curves show the reward per step, as a moving average, or with --y what a file has of some
 steps: the mean of the runs of a NAME, and each run as a thin line. Dots show the held-out
-score of each run, with a bar at the mean. Rules show what lab.bias says at dial 0.5: bias
-against variance, one dot per number of children. The same data give the same file, byte
-for byte.
+score of each run, with a bar at the mean. The same data give the same file, byte for byte.
 """
 import argparse
 import itertools
 import json
 import os
-from collections import defaultdict
 from functools import partial
 from statistics import fmean
 
@@ -84,29 +80,12 @@ def dots(axes: Axes, runs: Runs) -> None:
     axes.invert_yaxis()
 
 
-def rules(axes: Axes, runs: Runs) -> None:
-    """Rules of equal bias and variance are one line."""
-    lines = defaultdict(list)
-    for name, cells in runs.items():
-        points = [(round(c["degrees"], 2), round(c["noise"], 2), c["children"])
-                  for c in cells if c["dial"] == 0.5]
-        lines[tuple(points)].append(name)
-    for marker, (points, names) in zip("os^Dv*PX", lines.items()):
-        angles, noises, children = zip(*points)
-        axes.plot(angles, noises, marker, linestyle="-", label="\n".join(names))
-        for angle, noise, k in points:
-            axes.annotate(k, (angle, noise), (4, 4), textcoords="offset points")
-    axes.set(xlabel="bias: degrees from the true gradient", yscale="log",
-             ylabel="variance / mean\u00b2, one group")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
     parser.add_argument("out", help="the SVG file to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
                         help="directories of runs by name, or a file of lab/results")
-    kinds = {"curves": curves, "dots": dots, "rules": rules}
+    kinds = {"curves": curves, "dots": dots}
     parser.add_argument("--kind", default="curves", choices=kinds)
     parser.add_argument("--y", default="reward", help="what the curves show")
     args = parser.parse_args()

@@ -27,6 +27,7 @@ FAMILIES = {  # model_type -> its class in transformers
     "qwen3": "Qwen3ForCausalLM",
 }
 ONLY = {  # what the decoder does in one way
+    "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_bias": False,  # qwen2's biases on q, k and v have no field
     "mlp_bias": False,

@@ -6,7 +6,6 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
-from lab import bias
 from runtime.packing import collate
 from tree import Node, Rollout, Turn
 
@@ -85,28 +84,3 @@ def test_every_other_choice_is_biased(switch):
     """Not only in length: the direction differs, so no learning rate makes up for it."""
     gradient = expected_gradient(GRPOConfig(**UNBIASED | switch), 2)
     assert cosine_similarity(gradient, true_gradient(), dim=0) < 0.9995
-
-
-P, Q = (p * (1 - p) for p in bias.CHANCE)  # variances of a root's and a child's token
-
-
-def test_of_k_children_the_rules_give_what_is_worked_out_by_hand():
-    """G = 3 trees, k = 4, dial 0.5. The truth is (P / 2, Q / 2).
-
-    Summed: a child's token has the covariance 0.5 Q / 4 with its tree's reward, and there
-    are 4; the group's mean takes a third away. With 1/k a quarter of that is left. A
-    child's own score has the covariance Q with its token whatever the dial is, times 4
-    children; the mean of all 12 takes a twelfth away."""
-    for rule, of_child in [("inherit, summed", 2 / 3 * Q / 2), ("inherit, 1/k", Q / 12),
-                           ("one child drawn", 2 / 3 * Q / 2), ("own score", 11 / 3 * Q)]:
-        mean, _ = bias.moments(rule, 4, 0.5)
-        assert mean.tolist() == pytest.approx([2 / 3 * P / 2, of_child])
-
-
-def test_the_variance_of_a_group_is_what_is_worked_out_by_hand():
-    """One child, which does not matter. With m of 3 roots right, the root's part is the
-    group's variance m (3 - m) / 9: 2/9 with chance t = 3 P, else 0. The child's part is
-    sum A c / 3 with c independent of A: its variance is E[sum A^2] / 9 times Q."""
-    _, variance = bias.moments("inherit, 1/k", 1, 0.0)
-    t = 3 * P
-    assert variance == pytest.approx(4 / 81 * t * (1 - t) + 2 / 9 * P * Q)

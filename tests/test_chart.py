@@ -17,7 +17,6 @@ RESULTS = Path(chart.__file__).parent / "results"
 
 def test_the_recorded_results_are_the_committed_charts(tmp_path, monkeypatch):
     for name, data, *flags in (("reward", "main"), ("deep", "deep", "--kind", "dots"),
-                               ("bias", "bias", "--kind", "rules"),
                                ("children", "children", "--y", "right")):
         out = tmp_path / "out.svg"
         assert command(chart, monkeypatch, out, RESULTS / f"{data}.json", *flags) is None

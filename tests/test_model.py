@@ -302,14 +302,6 @@ def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     assert str(saved / "config.json") in line and field in line
 
 
-def test_an_activation_of_the_table_is_saved_and_loaded_again(saved, monkeypatch):
-    monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)
-    model = build(hidden_act="gelu")
-    assert not same(model, build())
-    model.save_pretrained(saved)
-    assert same(Qwen3.from_pretrained(saved), model)
-
-
 @pytest.mark.parametrize("name, tensor", [
     ("model.layers.1.mlp.up_proj.weight", None), ("model.norm.weight", torch.ones(25)),
     ("model.norm.weight", torch.ones(24).to(torch.float8_e4m3fn))])
