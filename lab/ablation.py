@@ -84,12 +84,12 @@ def train(path: str, flags: str) -> None:
     command = [sys.executable, TRAIN, "--out", path, *flags.split()]
     if os.path.exists(os.path.join(path, "run.json")):
         command.append("--resume")
-    os.makedirs(path, exist_ok=True)
-    with open(os.path.join(path, "train.log"), "a", encoding="utf-8") as log:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.log", "a", encoding="utf-8") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     # A run without a gradient ends with status 1, but with a result.
     if status and not os.path.exists(result):
-        sys.exit(f"{path}: exit status {status}, see its train.log")
+        sys.exit(f"{path}: exit status {status}, see {path}.log")
 
 
 def read(path: str) -> dict:
