@@ -86,6 +86,7 @@ def take_step(out, kind, number, world):
                           model=str(out.parent / "model"), warmup_steps=0, **KINDS[kind])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_ROW", 512)  # several micro-batches
+        patch.setattr(train, "LEAST_RECENT", 2)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
         patch.setattr(train, "collect_trees", collect)
