@@ -34,13 +34,14 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from model import Qwen3
+from runtime.attention import linear_float32
 from runtime.pages import FlashPages, GatheredRows, attention_for, new_pool
 from runtime.parallel import is_sharded
 from runtime.threads import suited_to
@@ -124,18 +125,28 @@ class Sampler:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """A prompt and one token after it, beside a plain forward pass. RuntimeError if
-        they differ."""
-        pages = [Page(1 + i, b"") for i in range(-(-8 // self.pages.size))]
-        probe = SimpleNamespace(ids=[*range(7)], computed=0, pages=pages)
-        _, prompt = self.attention.forward([(probe, 7)])
-        probe.ids, probe.computed = [*range(8)], 7
-        _, token = self.attention.forward([(probe, 1)])
-        plain = self.model(torch.tensor([probe.ids], device=self.pool.device))[0, -2:]
-        got, want = (x.float().log_softmax(-1) for x in (torch.cat((prompt, token)), plain))
-        gap = (got - want).abs().mean().item()
-        if not gap < MOST_GAP:
-            raise RuntimeError(f"log-probabilities are wrong by {gap:.3f}")
+        """Two prompts, three tokens after each, and one, beside a plain forward pass. The
+        three see as many keys as a kernel may split. RuntimeError if they differ."""
+        half, size = self.pages.count // 2, self.pages.size
+        length = min(264, self.window, half * size)
+        ends = [0, length - 4, length - 1, length]
+        probes, plain, got = [], [], []
+        for first in (1, 1 + half)[:self.batch]:
+            ids = [(first + i * i) % self.model.config.vocab_size for i in range(length)]
+            pages = [Page(first + i, b"") for i in range(-(-length // size))]
+            probes.append(SimpleNamespace(all=ids, pages=pages))
+            states = self.model.hidden(torch.tensor([ids], device=self.pool.device))[0]
+            states = states[[end - 1 for end in ends[1:]]]  # 3 D
+            plain.append(linear_float32(states, self.model.lm_head.weight))  # 3 V
+        for computed, end in pairwise(ends):
+            for probe in probes:
+                probe.ids, probe.computed = probe.all[:end], computed
+            step = [(probe, end - computed) for probe in probes]
+            got.append(self.attention.forward(step)[1])  # B V
+        gap = torch.stack(got).log_softmax(-1) - torch.stack(plain, 1).log_softmax(-1)
+        worst = gap.abs().mean(-1).max().item()  # 3 B V -> 3 B -> 1
+        if not worst < MOST_GAP:
+            raise RuntimeError(f"log-probabilities are wrong by {worst:.3f}")
 
     def load(self, model: Qwen3) -> None:
         """Copy the new weights of `model`, unless they are shared, and empty the cache."""

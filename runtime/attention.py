@@ -22,6 +22,10 @@ if torch.cuda.is_available():  # only there is it used, and it takes a second to
         from torch.nn.attention.varlen import varlen_attn
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
             varlen_attn = None  # before torch 2.12: SDPA, row by row
+# Over pages flash attention may split the keys of a request. It then writes the results of
+# all requests over those of the first (pytorch/pytorch#194167). torch 2.12 never splits,
+# and refuses the argument.
+UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
 
 
 class PackedRows:

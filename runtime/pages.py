@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.attention import causal, linear_float32, lower_right, varlen_attn
+from runtime.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
 
 decode = None
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -272,7 +272,7 @@ class FlashPages:
             else:
                 out = varlen_attn(q, *self.pool[layer], starts, seen, max(new), max(ends),
                                   window_size=(-1, 0), enable_gqa=True,
-                                  seqused_k=seen.diff(), block_table=table_BP)
+                                  seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]

@@ -41,6 +41,7 @@ def checked_varlen(q, k, v, *starts, seqused_k=None, block_table=None, **more):
         check(indices, torch.int32)
     assert q.is_cuda and q.dtype == k.dtype == v.dtype == BF16
     assert more["window_size"] == (-1, 0) and (not paged or k.shape[1] % 256 == 0)
+    assert not paged or (more.get("num_splits") == 1) == (torch.__version__ >= "2.13")
     return varlen.varlen_attn(
         q, k, v, *starts, seqused_k=seqused_k, block_table=block_table, **more)
 
