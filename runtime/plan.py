@@ -1,23 +1,26 @@
 """What a run needs in memory, from config.json alone: `python train.py --model DIR --plan`.
 
-Sums what is held at the same time in an update, the fullest moment of a step. The tenth of
-the device that DEVICE_SHARE leaves is for the rest: the process, workspaces of libraries,
-the sampler's buffers, masks, fragmentation. A reference model is not counted.
+Sums what is held at the same time in an update, the fullest moment of a step. What SHARE
+leaves of the device is for the rest: the process, workspaces of libraries, the sampler's
+buffers, masks, fragmentation. A reference model is not counted.
 """
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from runtime.device import DEVICE, compute_dtype
+from runtime.device import DEVICE, compute_dtype, free_bytes
 from runtime.files import readable
+from runtime.pages import FlashPages, GatheredRows
 
 LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
-DEVICE_SHARE = 0.9  # of the device's free memory, for all that is counted
+# Of the device's free memory, for all that is counted. A CPU's is also for REPLs and other
+# programs; whoever takes the last of it is killed without a word.
+SHARE = {"cuda": 0.9, "cpu": 0.7}
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
+LEAST_WORK = 1 << 21  # tokens times hidden size; a GPU waits for the launches of less
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
 
@@ -34,6 +37,7 @@ class Plan:
     recompute: bool = False  # activation checkpointing by layer
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
+    most_windows: int = MOST_WINDOWS  # that the trees of a step or an evaluation can fill
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -62,10 +66,17 @@ class Plan:
 
     @property
     def seen_cost(self) -> float:
-        """The size of a row's copy of a token's keys and values, over what a computed token
-        keeps."""
-        size = 4 if self.device == "cpu" else self.dtype.itemsize
-        return 2 * self.widths[2] * size / self.kept_bytes
+        """The size of a row's copy of a token's keys and values, over that of a computed
+        token. Flash attention's backward pass holds, for a moment, gradients of the copy,
+        of each query head's, and their sums in float32."""
+        D, H, K, _ = self.widths
+        layers, size = self.config.num_hidden_layers, self.dtype.itemsize
+        copy, moment = 2 * K * size, 2 * (K + H) * size + 8 * K
+        if self.device == "cpu":  # one row after another
+            copy, moment = 8 * K, 0
+        if self.recompute:  # only one layer has copies
+            return (copy + moment) / (layers * D * size + self.kept_bytes)
+        return (layers * copy + moment) / (layers * self.kept_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -123,16 +134,24 @@ class Plan:
             "activations": self.activations(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
-        times = 2 if self.device == "cpu" else 1
-        size = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
-        size *= self.window
-        room = int(DEVICE_SHARE * self.have - sum(parts.values()))
-        windows = min(room // (times * size), MOST_WINDOWS)
-        cache = max(LEAST_WINDOWS, windows) * size
+        times, page = 1, FlashPages.page
+        if self.device == "cpu":
+            times, page = 2, GatheredRows.page
+        token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
+        full = -(-self.window // page) * page  # tokens of the pages of a window
+        left = self.room - sum(parts.values())
+        # Each request that runs has one page more in reserve.
+        windows = min(left // (times * token * (full + page)), self.most_windows)
+        least = min(LEAST_WINDOWS, self.most_windows)
+        cache = token * max(least * full, windows * (full + page))
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
+    @property
+    def room(self) -> int:
+        return int(SHARE[self.device] * self.have)
+
     def fits(self, ranks: int) -> bool:
-        return sum(self.need(ranks).values()) <= DEVICE_SHARE * self.have
+        return sum(self.need(ranks).values()) <= self.room
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """With the first of these changes that makes it fit, or the last: layers are
@@ -168,19 +187,19 @@ class Plan:
             *(f"{name:16}{one:>12}{eight:>12}" for name, one, eight in rows)])
 
 
-def plan_of(config, shape, window: int, have: int) -> Plan:
-    """The plan of a run with these flags, for a model of this shape and `have` bytes."""
-    return Plan(shape, window, max(window, LEAST_ROW), config.lora_rank,
-                compute_dtype(config.model), have)
+def plan_of(config, shape, limits, have: int) -> Plan:
+    """The plan of a run with these flags, for a model of this shape, trees of these limits
+    (an RLMConfig) and `have` bytes."""
+    least = LEAST_ROW
+    if DEVICE == "cuda":
+        least = max(least, LEAST_WORK // shape.hidden_size)
+    nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
+    return Plan(shape, limits.window, max(limits.window, least), config.lora_rank,
+                compute_dtype(config.model), have, most_windows=min(nodes, MOST_WINDOWS))
 
 
 def free_memory(world) -> int:
     """Free bytes that each rank has at least: all have the same plan. On a CPU the ranks of
     a machine share its memory. A collective: all ranks call it."""
-    if DEVICE == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = (int(free.split()[1]) << 10) // world.local_size
-    return min(world.gather(free))
+    sharing = 1 if DEVICE == "cuda" else world.local_size
+    return min(world.gather(free_bytes() // sharing))
