@@ -84,9 +84,9 @@ class Sampler:
     """Owns the KV cache. It samples from `model` itself, adapters included; or from a
     merged copy, if the weights are sharded or not of type `dtype`, or with `copy`.
 
-    `memory` is the size of the pool: bytes (int), or a share of what a GPU has free, or a
-    CPU in all (float). At most `batch` requests run at once, of at most `window` tokens
-    each, prompt included. `page` is the number of tokens per page. `stats` counts tokens
+    `memory` is the size of the pool: bytes (int), or a share of what is free (float), up to
+    four windows per request. At most `batch` requests run at once, of at most `window`
+    tokens each, prompt included, in pages of `page` tokens. `stats` counts tokens
     `computed`, `reused` and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
     """
 
@@ -119,7 +119,10 @@ class Sampler:
         self.stats = Counter()
 
     def _make_pool(self, attention: type, memory: int | float, page: int | None) -> None:
-        self.pool = new_pool(self.model, memory, page or attention.page)
+        most = 4 * self.batch * self.window  # tokens; a cache of more is hardly used
+        if attention is GatheredRows and self.model.lm_head.weight.is_cuda:
+            memory = type(memory)(memory / 2)  # the other half is for its rows
+        self.pool = new_pool(self.model, memory, page or attention.page, most)
         self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
         self.attention = attention(self.model, self.pool, self.window, self.batch)
 
@@ -129,16 +132,14 @@ class Sampler:
         three see as many keys as a kernel may split. RuntimeError if they differ."""
         half, size = self.pages.count // 2, self.pages.size
         length = min(264, self.window, half * size)
-        ends = [0, length - 4, length - 1, length]
         probes, plain, got = [], [], []
         for first in (1, 1 + half)[:self.batch]:
             ids = [(first + i * i) % self.model.config.vocab_size for i in range(length)]
             pages = [Page(first + i, b"") for i in range(-(-length // size))]
             probes.append(SimpleNamespace(all=ids, pages=pages))
-            states = self.model.hidden(torch.tensor([ids], device=self.pool.device))[0]
-            states = states[[end - 1 for end in ends[1:]]]  # 3 D
-            plain.append(linear_float32(states, self.model.lm_head.weight))  # 3 V
-        for computed, end in pairwise(ends):
+            states = self.model.hidden(torch.tensor([ids], device=self.pool.device))
+            plain.append(linear_float32(states[0, [-5, -2, -1]], self.model.lm_head.weight))
+        for computed, end in pairwise((0, length - 4, length - 1, length)):
             for probe in probes:
                 probe.ids, probe.computed = probe.all[:end], computed
             step = [(probe, end - computed) for probe in probes]

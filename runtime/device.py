@@ -39,7 +39,6 @@ def compute_dtype(path: str = "") -> torch.dtype:
         raw = hf.read_config(os.path.join(path, hf.CONFIG))
         stored = raw.get("dtype", raw.get("torch_dtype", stored))
     if DEVICE == "cuda":
-        new = torch.cuda.get_device_capability() >= (8, 0)
-        return torch.bfloat16 if new else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float32
     fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast and stored in ("bfloat16", "float16") else torch.float32

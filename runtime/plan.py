@@ -14,13 +14,12 @@ from runtime.files import readable
 from runtime.pages import FlashPages, GatheredRows
 
 LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
-# Of the device's free memory, for all that is counted. A CPU's is also for REPLs and other
-# programs; whoever takes the last of it is killed without a word.
-SHARE = {"cuda": 0.9, "cpu": 0.7}
+SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
-LEAST_WORK = 1 << 21  # tokens times hidden size; a GPU waits for the launches of less
+# Its tokens times the hidden size. A GPU has done less before the next launch.
+LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
 
@@ -134,24 +133,19 @@ class Plan:
             "activations": self.activations(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
-        times, page = 1, FlashPages.page
-        if self.device == "cpu":
-            times, page = 2, GatheredRows.page
+        times = 2 if self.device == "cpu" else 1
+        page = (GatheredRows if self.device == "cpu" else FlashPages).page
         token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
         full = -(-self.window // page) * page  # tokens of the pages of a window
-        left = self.room - sum(parts.values())
+        left = int(SHARE[self.device] * self.have) - sum(parts.values())
         # Each request that runs has one page more in reserve.
         windows = min(left // (times * token * (full + page)), self.most_windows)
         least = min(LEAST_WINDOWS, self.most_windows)
         cache = token * max(least * full, windows * (full + page))
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
-    @property
-    def room(self) -> int:
-        return int(SHARE[self.device] * self.have)
-
     def fits(self, ranks: int) -> bool:
-        return sum(self.need(ranks).values()) <= self.room
+        return sum(self.need(ranks).values()) <= SHARE[self.device] * self.have
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """With the first of these changes that makes it fit, or the last: layers are
@@ -188,14 +182,11 @@ class Plan:
 
 
 def plan_of(config, shape, limits, have: int) -> Plan:
-    """The plan of a run with these flags, for a model of this shape, trees of these limits
-    (an RLMConfig) and `have` bytes."""
-    least = LEAST_ROW
-    if DEVICE == "cuda":
-        least = max(least, LEAST_WORK // shape.hidden_size)
+    """The plan of a run with these flags, whose trees have these limits (an RLMConfig)."""
+    row = max(limits.window, LEAST_ROW, LEAST_WORK // shape.hidden_size)
     nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
-    return Plan(shape, limits.window, max(limits.window, least), config.lora_rank,
-                compute_dtype(config.model), have, most_windows=min(nodes, MOST_WINDOWS))
+    return Plan(shape, limits.window, row, config.lora_rank, compute_dtype(config.model),
+                have, most_windows=min(nodes, MOST_WINDOWS))
 
 
 def free_memory(world) -> int:
