@@ -69,7 +69,7 @@ def read() -> float:
 def agreement(model: Qwen3) -> None:
     rng = random.Random(0)
     shared = random_ids(rng, window(model) // 2)
-    prompts = [shared + random_ids(rng, 20) for _ in range(3)]  # few: keys are split
+    prompts = [shared + random_ids(rng, 20) for _ in range(3)]  # so few may be split
     sampler = Sampler(model, memory=0.25)
     done = generate(sampler, prompts, NEW)
     rows = [row_of([*ids, *new.ids], [0] * len(ids) + [1] * len(new.ids))

@@ -18,7 +18,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, 
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
-# Its tokens times the hidden size. A GPU has done less before the next launch.
+# Its tokens times the hidden size; a GPU is done with less before the next launch.
 LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
