@@ -18,8 +18,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, 
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
-# Its tokens times the hidden size; a GPU is done with less before the next launch.
-LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0
+LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0  # its tokens x width, to keep a GPU busy
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
 
@@ -108,8 +107,9 @@ class Plan:
         head = 2 * min(logits, self.row * vocabulary * 4)
         head += 3 * self.row * D * self.dtype.itemsize
 
-        table = 0 if self.rank else vocabulary * D * 4  # the head's gradient is first
-        return kept + max(head, running + mlp) + table
+        # In float32: the head's gradient, which is first; on a CPU the head itself.
+        whole = not self.rank or (self.device == "cpu" and self.dtype.itemsize != 4)
+        return kept + max(head, running + mlp) + whole * vocabulary * D * 4
 
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
