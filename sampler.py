@@ -34,12 +34,14 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from model import Qwen3
+from runtime.attention import linear_float32
 from runtime.pages import FlashPages, GatheredRows, attention_for, new_pool
 from runtime.parallel import is_sharded
 from runtime.threads import suited_to
@@ -83,9 +85,9 @@ class Sampler:
     """Owns the KV cache. It samples from `model` itself, adapters included; or from a
     merged copy, if the weights are sharded or not of type `dtype`, or with `copy`.
 
-    `memory` is the size of the pool: bytes (int), or a share of what a GPU has free, or a
-    CPU in all (float). At most `batch` requests run at once, of at most `window` tokens
-    each, prompt included. `page` is the number of tokens per page. `stats` counts tokens
+    `memory` is the size of the pool: bytes (int), or a share of what is free (float), up to
+    four windows per request. At most `batch` requests run at once, of at most `window`
+    tokens each, prompt included, in pages of `page` tokens. `stats` counts tokens
     `computed`, `reused` and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
     """
 
@@ -118,24 +120,35 @@ class Sampler:
         self.stats = Counter()
 
     def _make_pool(self, attention: type, memory: int | float, page: int | None) -> None:
-        self.pool = new_pool(self.model, memory, page or attention.page)
+        most = 4 * self.batch * self.window  # tokens; a cache of more is hardly used
+        if attention is GatheredRows and self.model.lm_head.weight.is_cuda:
+            memory = type(memory)(memory / 2)  # the other half is for its rows
+        self.pool = new_pool(self.model, memory, page or attention.page, most)
         self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
         self.attention = attention(self.model, self.pool, self.window, self.batch)
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """A prompt and one token after it, beside a plain forward pass. RuntimeError if
-        they differ."""
-        pages = [Page(1 + i, b"") for i in range(-(-8 // self.pages.size))]
-        probe = SimpleNamespace(ids=[*range(7)], computed=0, pages=pages)
-        _, prompt = self.attention.forward([(probe, 7)])
-        probe.ids, probe.computed = [*range(8)], 7
-        _, token = self.attention.forward([(probe, 1)])
-        plain = self.model(torch.tensor([probe.ids], device=self.pool.device))[0, -2:]
-        got, want = (x.float().log_softmax(-1) for x in (torch.cat((prompt, token)), plain))
-        gap = (got - want).abs().mean().item()
-        if not gap < MOST_GAP:
-            raise RuntimeError(f"log-probabilities are wrong by {gap:.3f}")
+        """Two prompts, three tokens after each, and one, beside a plain forward pass. The
+        three see as many keys as a kernel may split. RuntimeError if they differ."""
+        half, size = self.pages.count // 2, self.pages.size
+        length = min(264, self.window, half * size)
+        probes, plain, got = [], [], []
+        for first in (1, 1 + half)[:self.batch]:
+            ids = [(first + i * i) % self.model.config.vocab_size for i in range(length)]
+            pages = [Page(first + i, b"") for i in range(-(-length // size))]
+            probes.append(SimpleNamespace(all=ids, pages=pages))
+            states = self.model.hidden(torch.tensor([ids], device=self.pool.device))
+            plain.append(linear_float32(states[0, [-5, -2, -1]], self.model.lm_head.weight))
+        for computed, end in pairwise((0, length - 4, length - 1, length)):
+            for probe in probes:
+                probe.ids, probe.computed = probe.all[:end], computed
+            step = [(probe, end - computed) for probe in probes]
+            got.append(self.attention.forward(step)[1])  # B V
+        gap = torch.stack(got).log_softmax(-1) - torch.stack(plain, 1).log_softmax(-1)
+        worst = gap.abs().mean(-1).max().item()  # 3 B V -> 3 B -> 1
+        if not worst < MOST_GAP:
+            raise RuntimeError(f"log-probabilities are wrong by {worst:.3f}")
 
     def load(self, model: Qwen3) -> None:
         """Copy the new weights of `model`, unless they are shared, and empty the cache."""

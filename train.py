@@ -136,7 +136,7 @@ def train(config: Config, world: World) -> None:
         start.source, shape.max_position_embeddings, config.sandbox)
     if config.method != "saved":
         rlm_config = rlm_config_of(config.method, rlm_config)
-    wanted = plan_of(config, shape, rlm_config.window, have)
+    wanted = plan_of(config, shape, rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, window=plan.window)
     if plan != wanted:
@@ -478,7 +478,7 @@ def planned(config: Config, world: World) -> str:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
-    wanted = plan_of(config, shape, limits.window, free_memory(world))
+    wanted = plan_of(config, shape, limits, free_memory(world))
     return wanted.fitted(world.size).table(wanted)
 
 

@@ -69,7 +69,7 @@ def read() -> float:
 def agreement(model: Qwen3) -> None:
     rng = random.Random(0)
     shared = random_ids(rng, window(model) // 2)
-    prompts = [shared + random_ids(rng, 20) for _ in range(8)]
+    prompts = [shared + random_ids(rng, 20) for _ in range(3)]  # so few may be split
     sampler = Sampler(model, memory=0.25)
     done = generate(sampler, prompts, NEW)
     rows = [row_of([*ids, *new.ids], [0] * len(ids) + [1] * len(new.ids))
@@ -125,6 +125,8 @@ def update_all(model: Qwen3, rank: int = 0) -> None:
     model.recompute = True
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    if DEVICE == "cuda":  # the model was made in float32
+        torch.cuda.reset_peak_memory_stats()
     seconds = best(lambda: update(model, optimizer, rows, tokens))
     layers, head = plan.parameters[0] - plan.parameters[1], c.vocab_size * c.hidden_size
     width = c.num_hidden_layers * c.num_attention_heads * c.head_dim

@@ -22,6 +22,9 @@ if torch.cuda.is_available():  # only there is it used, and it takes a second to
         from torch.nn.attention.varlen import varlen_attn
         if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
             varlen_attn = None  # before torch 2.12: SDPA, row by row
+# Where flash attention splits the keys of a call over pages, it writes the results of all
+# requests to one place (pytorch/pytorch#194167). torch 2.12 never does, nor can be told.
+UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
 
 
 class PackedRows:
@@ -73,7 +76,7 @@ class PackedRows:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
             k, v = gather(k, self.keys), gather(v, self.keys)  # S K E
-        if varlen_attn is not None and q.is_cuda and q.dtype == torch.bfloat16:
+        if varlen_attn and q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0:
             out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
                               window_size=(-1, 0), enable_gqa=True)  # C H E
             return out.transpose(0, 1)[None]  # 1 H C E

@@ -2,12 +2,22 @@
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 
 import torch
 
 from runtime import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_bytes() -> int:
+    """Bytes that this GPU has free, or that a CPU has for new programs."""
+    if DEVICE == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(free.split()[1]) << 10
 
 
 def give_back_memory() -> None:
@@ -21,14 +31,14 @@ def compute_dtype(path: str = "") -> torch.dtype:
     """What layers compute in, and the type of weights that are not trained. Trained weights
     are float32 all the same.
 
-    bfloat16 on a GPU. On a CPU it is that as well if the processor multiplies in it and the
-    checkpoint at `path` has weights of 16 bits; otherwise float32. Raises FileNotFoundError
-    or ValueError, one line, for what is no checkpoint."""
+    bfloat16 on a GPU that multiplies in it. On a CPU it is that as well if the processor
+    does and the checkpoint at `path` has weights of 16 bits; otherwise float32. Raises
+    FileNotFoundError or ValueError, one line, for what is no checkpoint."""
     stored = "float32"
     if path:
         raw = hf.read_config(os.path.join(path, hf.CONFIG))
         stored = raw.get("dtype", raw.get("torch_dtype", stored))
     if DEVICE == "cuda":
-        return torch.bfloat16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float32
     fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast and stored in ("bfloat16", "float16") else torch.float32

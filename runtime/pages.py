@@ -12,7 +12,6 @@ Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query a
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
-import os
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.attention import causal, linear_float32, lower_right, varlen_attn
+from runtime.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
+from runtime.device import free_bytes
 
 decode = None
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -37,25 +37,20 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 def attention_for(model):
     """The class that computes attention over pages for this model on its device."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim
-    flash = (decode is not None and weight.is_cuda
-             and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-             and weight.dtype == torch.bfloat16
-             and head_dim <= 256)
+    flash = (decode is not None and weight.is_cuda and weight.dtype == torch.bfloat16
+             and head_dim <= 256 and head_dim % 8 == 0)
     return FlashPages if flash else GatheredRows
 
 
-def new_pool(model, memory: int | float, size: int) -> Tensor:
+def new_pool(model, memory: int | float, size: int, most: int) -> Tensor:
     """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` holds
-    (bytes, or a share of what a GPU has free or a CPU has in all), and page 0, which is for
+    (bytes; or a share of what is free, for at most `most` tokens), and page 0, which is for
     padding. ValueError if it holds none. On a CPU only what is written takes up memory."""
     c, weight = model.config, model.lm_head.weight
     token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * weight.itemsize
     total = memory
     if isinstance(memory, float):
-        device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if weight.is_cuda:
-            device_bytes, _ = torch.cuda.mem_get_info(weight.device)
-        total = int(memory * device_bytes)
+        total = min(int(memory * free_bytes()), most * token)
     count = total // (size * token)
     if count < 1:
         raise ValueError(f"a KV pool of {memory} holds no page of {size} tokens, "
@@ -272,7 +267,7 @@ class FlashPages:
             else:
                 out = varlen_attn(q, *self.pool[layer], starts, seen, max(new), max(ends),
                                   window_size=(-1, 0), enable_gqa=True,
-                                  seqused_k=seen.diff(), block_table=table_BP)
+                                  seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
             return out.transpose(0, 1)[None]  # 1 H N E
 
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
@@ -312,6 +307,14 @@ class FlashPages:
         with torch.cuda.stream(self.stream):  # the first call compiles and allocates more
             self._decode_batch(inputs)
         torch.cuda.current_stream().wait_stream(self.stream)
+        try:
+            self._record(B, inputs)
+        except RuntimeError as error:
+            print(f"sampler: expandable segments are turned off: {str(error)[:200]}")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+            self._record(B, inputs)
+
+    def _record(self, B: int, inputs: Tensor) -> None:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: thread_local.
         with torch.cuda.graph(graph, self.memory, self.stream, "thread_local"):

@@ -1,23 +1,24 @@
 """What a run needs in memory, from config.json alone: `python train.py --model DIR --plan`.
 
-Sums what is held at the same time in an update, the fullest moment of a step. The tenth of
-the device that DEVICE_SHARE leaves is for the rest: the process, workspaces of libraries,
-the sampler's buffers, masks, fragmentation. A reference model is not counted.
+Sums what is held at the same time in an update, the fullest moment of a step. What SHARE
+leaves of the device is for the rest: the process, workspaces of libraries, the sampler's
+buffers, masks, fragmentation. A reference model is not counted.
 """
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from runtime.device import DEVICE, compute_dtype
+from runtime.device import DEVICE, compute_dtype, free_bytes
 from runtime.files import readable
+from runtime.pages import FlashPages, GatheredRows
 
 LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
-DEVICE_SHARE = 0.9  # of the device's free memory, for all that is counted
+SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
+LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0  # its tokens x width, to keep a GPU busy
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 
 
@@ -34,6 +35,7 @@ class Plan:
     recompute: bool = False  # activation checkpointing by layer
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
+    most_windows: int = MOST_WINDOWS  # that the trees of a step or an evaluation can fill
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -62,10 +64,17 @@ class Plan:
 
     @property
     def seen_cost(self) -> float:
-        """The size of a row's copy of a token's keys and values, over what a computed token
-        keeps."""
-        size = 4 if self.device == "cpu" else self.dtype.itemsize
-        return 2 * self.widths[2] * size / self.kept_bytes
+        """The size of a row's copy of a token's keys and values, over that of a computed
+        token. Flash attention's backward pass holds, for a moment, gradients of the copy,
+        of each query head's, and their sums in float32."""
+        D, H, K, _ = self.widths
+        layers, size = self.config.num_hidden_layers, self.dtype.itemsize
+        copy, moment = 2 * K * size, 2 * (K + H) * size + 8 * K
+        if self.device == "cpu":  # one row after another
+            copy, moment = 8 * K, 0
+        if self.recompute:  # only one layer has copies
+            return (copy + moment) / (layers * D * size + self.kept_bytes)
+        return (layers * copy + moment) / (layers * self.kept_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -98,8 +107,9 @@ class Plan:
         head = 2 * min(logits, self.row * vocabulary * 4)
         head += 3 * self.row * D * self.dtype.itemsize
 
-        table = 0 if self.rank else vocabulary * D * 4  # the head's gradient is first
-        return kept + max(head, running + mlp) + table
+        # In float32: the head's gradient, which is first; on a CPU the head itself.
+        whole = not self.rank or (self.device == "cpu" and self.dtype.itemsize != 4)
+        return kept + max(head, running + mlp) + whole * vocabulary * D * 4
 
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
@@ -124,15 +134,18 @@ class Plan:
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
-        size = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
-        size *= self.window
-        room = int(DEVICE_SHARE * self.have - sum(parts.values()))
-        windows = min(room // (times * size), MOST_WINDOWS)
-        cache = max(LEAST_WINDOWS, windows) * size
+        page = (GatheredRows if self.device == "cpu" else FlashPages).page
+        token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
+        full = -(-self.window // page) * page  # tokens of the pages of a window
+        left = int(SHARE[self.device] * self.have) - sum(parts.values())
+        # Each request that runs has one page more in reserve.
+        windows = min(left // (times * token * (full + page)), self.most_windows)
+        least = min(LEAST_WINDOWS, self.most_windows)
+        cache = token * max(least * full, windows * (full + page))
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
     def fits(self, ranks: int) -> bool:
-        return sum(self.need(ranks).values()) <= DEVICE_SHARE * self.have
+        return sum(self.need(ranks).values()) <= SHARE[self.device] * self.have
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """With the first of these changes that makes it fit, or the last: layers are
@@ -168,19 +181,16 @@ class Plan:
             *(f"{name:16}{one:>12}{eight:>12}" for name, one, eight in rows)])
 
 
-def plan_of(config, shape, window: int, have: int) -> Plan:
-    """The plan of a run with these flags, for a model of this shape and `have` bytes."""
-    return Plan(shape, window, max(window, LEAST_ROW), config.lora_rank,
-                compute_dtype(config.model), have)
+def plan_of(config, shape, limits, have: int) -> Plan:
+    """The plan of a run with these flags, whose trees have these limits (an RLMConfig)."""
+    row = max(limits.window, LEAST_ROW, LEAST_WORK // shape.hidden_size)
+    nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
+    return Plan(shape, limits.window, row, config.lora_rank, compute_dtype(config.model),
+                have, most_windows=min(nodes, MOST_WINDOWS))
 
 
 def free_memory(world) -> int:
     """Free bytes that each rank has at least: all have the same plan. On a CPU the ranks of
     a machine share its memory. A collective: all ranks call it."""
-    if DEVICE == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = (int(free.split()[1]) << 10) // world.local_size
-    return min(world.gather(free))
+    sharing = 1 if DEVICE == "cuda" else world.local_size
+    return min(world.gather(free_bytes() // sharing))

@@ -18,7 +18,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention import bias, varlen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-GPU, BF16, host = "lazy:0", torch.bfloat16, SimpleNamespace(capturing=False)
+GPU, BF16 = "lazy:0", torch.bfloat16
+host = SimpleNamespace(capturing=False, expandable=True)
 
 
 class Kernel:
@@ -41,12 +42,15 @@ def checked_varlen(q, k, v, *starts, seqused_k=None, block_table=None, **more):
         check(indices, torch.int32)
     assert q.is_cuda and q.dtype == k.dtype == v.dtype == BF16
     assert more["window_size"] == (-1, 0) and (not paged or k.shape[1] % 256 == 0)
+    assert not paged or (more.get("num_splits") == 1) == (torch.__version__ >= "2.13")
     return varlen.varlen_attn(
         q, k, v, *starts, seqused_k=seqused_k, block_table=block_table, **more)
 
 
 @contextlib.contextmanager
 def capture(*_):
+    if host.expandable:
+        raise RuntimeError("planted: expandable segments")
     host.capturing = True
     yield
     host.capturing = False
@@ -95,7 +99,7 @@ bias.causal_lower_right, bias.can_use_flash_attention = lower_right, lambda *_: 
 sys.modules["torch.optim.optimizer"]._get_fused_kernels_supported_devices = lambda: ["lazy"]
 torch.lazy = SimpleNamespace(_initialized=False)  # checkpointing asks for random states
 torch.autograd.set_multithreading_enabled(False)
-torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch._C._accelerator_setAllocatorSettings = lambda _: vars(host).update(expandable=False)
 torch.cuda.Stream = torch.cuda.current_stream = torch.cuda.CUDAGraph = MagicMock()
 torch.cuda.stream, torch.cuda.graph = lambda stream: contextlib.nullcontext(), capture
 
@@ -141,6 +145,7 @@ def sample(rank=0, copy=False, flash=True):
     sampler.load(model_of(rank) if sampler.owns else sampler.model)
     assert sampler.stats["sampled"] == 33 and sampler.stats["reused"] > 0
     assert isinstance(sampler.attention, pages.FlashPages) == flash
+    assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
 
 
 has_varlen = runtime.attention.varlen_attn is not None  # torch 2.12 and later

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from model import Qwen3, Qwen3Config
 from sampler import Pages, Request, Sampler, SamplerError
 
 VOCAB, WINDOW = 29, 48
+SPLITS = torch.__version__ >= "2.13"  # varlen_attn, over pages, unless told not to
 
 
 def build(seed=0, tied=True, **changes):
@@ -150,9 +152,11 @@ def slow_decode(q, keys, values, lengths, tables):
 
 
 def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
-                seqused_k, block_table):
-    """What torch says of varlen_attn over pages: each token is a request that decodes."""
-    assert window_size == (-1, 0) and enable_gqa
+                seqused_k, block_table, num_splits=None, unsplit=16):
+    """What torch says of varlen_attn over pages: each token is a request that decodes. And
+    what it does where it splits more than `unsplit` keys: all requests write to one place.
+    On a GPU these are 128 keys, or 256."""
+    assert window_size == (-1, 0) and enable_gqa and (SPLITS or num_splits is None)
     assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
     new = starts.diff()
     assert new.max() == most and seqused_k.max() == longest
@@ -160,7 +164,12 @@ def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enabl
     row = torch.arange(len(new)).repeat_interleave(new)  # the request of each token
     after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
     lengths = (seqused_k[row] - after + 1).int()
-    return slow_decode(q, keys, values, lengths, block_table[row].contiguous())
+    out = slow_decode(q, keys, values, lengths, block_table[row].contiguous())
+    if SPLITS and num_splits != 1 and longest > unsplit:
+        parts, out = out.split(new.tolist()), torch.zeros_like(out)
+        for part in parts:
+            out[:len(part)] = part
+    return out
 
 
 @pytest.fixture(params=["rows", "flash", "packed"])
@@ -172,6 +181,7 @@ def attention(request, monkeypatch):
             monkeypatch.setattr(runtime.pages, "varlen_attn", slow_varlen)
         monkeypatch.setattr(sampler_module, "attention_for",
                             lambda model: runtime.pages.FlashPages)
+        assert isinstance(make().attention, runtime.pages.FlashPages)
     return request.param
 
 
@@ -242,6 +252,10 @@ def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
     in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
 
 
+def test_a_share_of_the_memory_is_no_more_than_the_requests_need():
+    assert Sampler(MODEL, 0.5, batch=2, window=48).pages.count == 4 * 2 * 48 // 16
+
+
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("out of registers")
@@ -250,6 +264,18 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
         monkeypatch.setattr(runtime.pages, "decode", broken)
         assert isinstance(make().attention, runtime.pages.GatheredRows)
         assert ("slower" in capsys.readouterr().out) == (attention != "rows")
+
+
+@pytest.mark.skipif(not SPLITS, reason="varlen_attn never splits keys over pages")
+@pytest.mark.parametrize("attention", ["packed"], indirect=True)
+def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
+    """Of as many as a GPU splits."""
+    monkeypatch.setattr(runtime.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
+    model = build(max_position_embeddings=384)
+    for told, right in ((runtime.pages.UNSPLIT, runtime.pages.FlashPages),
+                        ({}, runtime.pages.GatheredRows)):
+        monkeypatch.setattr(runtime.pages, "UNSPLIT", told)
+        assert type(make(model, window=384, page=256).attention) is right
 
 
 def in_a_process(code, **environment):
@@ -331,6 +357,18 @@ def test_a_match_is_the_longest_cached_prefix():
             if running and rng.random() < 0.6:
                 for page in reversed(running.pop(rng.randrange(len(running))).pages):
                     pages.release(page)
+
+
+def test_prompts_of_one_step_do_not_disturb_each_other(attention):
+    async def main():
+        sampler = make()
+        rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
+        done = await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
+        assert sampler.stats["steps"] == 4  # all prompts in the first
+        for row, got in zip(rows, done):
+            ids, logprobs = naive_greedy(MODEL, row, 4)
+            assert got.ids == ids and close(got.logprobs, logprobs)
+    asyncio.run(main())
 
 
 def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
