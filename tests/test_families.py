@@ -1,32 +1,29 @@
 """Qwen3, Qwen2 and Llama: logits and ids of the reference implementations, both ways; and
-that cache and adapters work with each. What needs transformers, or the packages of
-lab/smollm2.py, is skipped without them."""
+that cache and adapters work with each. What needs transformers is skipped without it."""
 import json
 import random
-import sys
 
 import golden
 import pytest
 import torch
 from test_model import distance, some_ids
 from test_sampler import alone, build, naive_greedy
-from test_tokenizer import TEXTS, conversation, fast_json
+from test_tokenizer import TEXTS, fast_json
 
-from lab import smollm2
 from model import Qwen3
 from runtime.bpe_files import STEPS
 from runtime.hf import FAMILIES
-from tokenizer import IM_END, Tokenizer
+from tokenizer import Tokenizer
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def their_model(transformers, family, heads, kv_heads, tied):
+def their_model(transformers, family, heads, kv_heads, tied, vocab=150, head_dim=16):
     """transformers' model of this shape; all weights are random, biases and norms too."""
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=150, hidden_size=16 * heads, intermediate_size=96,
+        family, vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96,
         num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=tied)
+        head_dim=head_dim, rms_norm_eps=1e-5, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
@@ -111,50 +108,3 @@ def test_each_cut_is_read_written_and_gives_the_ids_of_the_reference(cut, tmp_pa
     assert_equal_ids(ours, reference)
     ours.save(tmp_path / "saved")
     assert_equal_ids(Tokenizer.from_pretrained(tmp_path / "saved"), reference)
-
-
-# --- SmolLM2 ------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def smol(tmp_path_factory):
-    """SmolLM2 as the program writes it."""
-    path = tmp_path_factory.mktemp("smollm2")
-    pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["smollm2.py", str(path)])
-        try:
-            smollm2.main()
-        except SystemExit as stop:
-            pytest.skip(stop.code)
-    return path
-
-
-@pytest.mark.slow  # for the file of 269 MB
-def test_smollm2_has_the_ids_and_the_chats_of_the_reference(smol):
-    import transformers
-
-    ours, theirs = Tokenizer.from_pretrained(smol), transformers.AutoTokenizer
-    theirs = theirs.from_pretrained(smol)
-    assert (ours.vocab_size, ours.stop_ids) == (49152, (2, 0))
-    assert_equal_ids(ours, theirs.backend_tokenizer)
-    messages = [{"role": role, "content": text} for role, text in (
-        ("system", "Be brief."), ("user", "Hi, 2 of 3?"), ("assistant", "Yes."),
-        ("user", "And now?"))]
-    assert conversation(ours, messages) == theirs.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False)
-
-
-@pytest.mark.slow
-def test_smollm2_has_the_logits_of_transformers_and_answers(smol):
-    import transformers
-
-    tokenizer, model = Tokenizer.from_pretrained(smol), Qwen3.from_pretrained(smol)
-    assert sum(w.numel() for w in model.parameters()) == 134_515_008
-    ids = tokenizer.open("", "What is the capital of France?")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        smol, torch_dtype=torch.float32)
-    with torch.no_grad():
-        want = theirs(torch.tensor([ids])).logits
-        assert distance(model(torch.tensor([ids])), want) < 1e-4
-    done = alone(model, ids, 12, temperature=0.0, stop=tokenizer.stop_ids)
-    assert tokenizer.decode(done.ids) == f"The capital of France is Paris.{IM_END}"
