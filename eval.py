@@ -25,25 +25,24 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import runtime.threads  # before torch: it says how torch's threads wait
+import engine  # before torch: it says how torch's threads wait
 
 import numpy as np
 
 import rlm
 import tasks
-from repl import REPLError
-from rlm import RLMConfig
-from runtime import flags, handed_in, report
-from runtime.files import write_text
-from runtime.metrics import shares
-from runtime.repl_server import trees_at_once
-from runtime.side_by_side import side_by_side
+import util
+from repl import REPLError, trees_at_once
+from rlm import RLMConfig, side_by_side
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from tasks.text import as_text
+from training import report
+from training.metrics import shares
 from tree import Completion, Node, Rollout, from_row, write_rollouts
+from util import write_text
 
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
@@ -150,7 +149,7 @@ def read_flags() -> argparse.Namespace:
         return [int(part.replace("k", "000").replace("m", "000000"))
                 for part in names(text)]
 
-    parser = flags.parser("Score methods on questions.")
+    parser = util.parser("Score methods on questions.")
     add = parser.add_argument
     add("--model", help="checkpoint directory")
     add("--api", metavar="URL", help="as http://localhost:8000/v1; its key: OPENAI_API_KEY")
@@ -219,7 +218,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
     if method.startswith("rlm"):
         config = rlm_config_of(method, config)
     else:
-        from lab import methods
+        from baselines import methods
         grow = partial(methods.answer, method)
 
     async def counted(node: Node, max_tokens: int, key: tuple) -> Completion:
@@ -237,11 +236,11 @@ def compare(args: argparse.Namespace) -> None:
     """Put to every method every question that --out lacks, and print the scores."""
     loaded = [tasks.load(spec, args.data) for spec in args.tasks or [""]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
-    score = handed_in.load(args.reward, "score") if args.reward else tasks.reward
+    score = util.load_function(args.reward, "score") if args.reward else tasks.reward
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
     policy = None
     if args.api:
-        from lab.api import API
+        from baselines.api import API
         policy = API(args.api, args.api_model, args.temperature)
     elif args.model:
         model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=96)
@@ -301,7 +300,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; with --out the same command goes on")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:
-        if handed_in.is_theirs(error):
+        if util.is_theirs(error):
             raise
         sys.exit(f"eval.py: {error}")
 

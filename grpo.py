@@ -21,7 +21,7 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
     k3_t     estimates KL(pi || pi_ref), where GRPO started from pi_ref
 
 The functions stand in the order of the equation. All weights are known before the first
-forward pass. So the loss depends neither on how rows are packed (runtime/packing.py) nor on
+forward pass. So the loss depends neither on how rows are packed (engine/packing.py) nor on
 which rank computes them. Left out: a value function, and scores of single turns.
 
 What other forms reach when they train is in docs/objective.md and docs/results.md.
@@ -36,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.flags import check, flag
 from tree import Node, Rollout
+from util import check, flag
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 EPSILON = 1e-2  # a group whose rewards differ by less than this has small advantages
@@ -158,7 +158,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
                 config: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """-J over the N sampled tokens of a pack, and what is watched of each, {name: (N)}.
 
-    `pack` is what runtime.packing.collate returned, with up to two more tensors (N): "old",
+    `pack` is what engine.packing.collate returned, with up to two more tensors (N): "old",
     the log-probabilities before the first of several updates, and "reference", those of
     pi_ref for the KL term."""
     A_N = pack["advantages"]
@@ -224,7 +224,7 @@ class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
         "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
-                "(lab/objectives.py); or path/to/file.py[:function]")
+                "(baselines/objectives.py); or path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))

@@ -6,7 +6,7 @@ on every query and key head before the rotation. Parameters have the names of th
 Face checkpoints, so a trained model loads in transformers or vLLM.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
-checkpoints; runtime/hf.py refuses them by name. Tried and failed: float16, whose update is
+checkpoints; engine/hf.py refuses them by name. Tried and failed: float16, whose update is
 slower than float32 on a CPU; TinyLoRA with 13 numbers, which learned nothing.
 
 Sources: Llama (arXiv 2302.13971), Qwen2 and Qwen3 (2407.10671, 2505.09388), RoPE
@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runtime import hf
-from runtime.attention import PackedRows, gather, linear_float32
-from runtime.files import write_json
-from runtime.parallel import full_tensor, local_share
+from engine import hf
+from engine.attention import PackedRows, gather, linear_float32
+from engine.parallel import full_tensor, local_share
+from util import write_json
 
 # Float32 logits at a time; those of 32k tokens of Qwen3 would take 20 GB.
 LOGITS_BYTES = 1 << (30 if torch.cuda.is_available() else 27)

@@ -7,7 +7,7 @@
 The client (the trainer, for example) starts one server, a small process without torch. The
 server forks one worker per REPL, relays messages, and keeps the clock: the client may be
 busy with a forward pass. Here are the client, the worker and the builtins of the code; in
-runtime the messages (frames.py), the server (repl_server.py), the isolation (sandbox.py).
+sandbox the messages (protocol.py), the server (server.py), the isolation (isolation.py).
 
 Left out: two blocks at a time in one REPL, and protection of the code's signal handlers. A
 handler that raises while an answer is awaited, or between two blocks, ends its own REPL.
@@ -23,6 +23,7 @@ import json
 import linecache
 import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -32,13 +33,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from runtime.frames import (HEADER, Result, frame, json_value, read_query, read_result,
-                            take_frame)
-from runtime.repl_server import Handle, REPLError
-from runtime.sandbox import SET_NAME, Limits, call
+from sandbox.isolation import DESCRIPTORS, SET_NAME, Limits, call
+from sandbox.protocol import (HEADER, Result, frame, json_value, read_query, read_result,
+                              take_frame)
+from sandbox.server import Handle, REPLError
 
-# The server's program. It hands the worker over, as runtime knows nothing of this file.
-SERVER = "import repl, runtime.repl_server as server; server.main(repl.Worker)"
+# The server's program. It hands the worker over, as sandbox knows nothing of this file.
+SERVER = "import repl, sandbox.server as server; server.main(repl.Worker)"
+
+
+REPL_BYTES = 6 << 20  # of memory, in use
+
+
+def trees_at_once(nodes: int) -> int:
+    """How many trees of at most `nodes` nodes may grow at once: a REPL takes two open files
+    in the server and its memory, and a parent keeps its REPL while it waits. 64 trees of 65
+    nodes took all of 23 GiB."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
+    by_files = (min(DESCRIPTORS, hard) - 256) // 2  # 256 for other files
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(by_files, memory // 2 // REPL_BYTES) // nodes)
 
 
 async def no_model(kind: str, prompts: list, contexts: Any) -> list:
@@ -392,10 +406,10 @@ def main() -> None:
     """Run blocks that are typed at a prompt. No model answers queries; rlm.py has one."""
     import asyncio
 
-    from runtime import flags
-    from runtime.files import read_texts
+    import util
+    from util import read_texts
 
-    parser = flags.parser("Use the REPL of a model, without the tools of a task.")
+    parser = util.parser("Use the REPL of a model, without the tools of a task.")
     parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
     args = parser.parse_args()
     try:

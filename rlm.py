@@ -24,6 +24,7 @@ import math
 import random
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,16 +33,13 @@ from types import ModuleType
 from typing import Any
 
 import tasks
-from repl import REPL, Limits, REPLError, cut
-from runtime import flags, handed_in
-from runtime.files import read_json, read_texts, write_json
-from runtime.repl_server import trees_at_once
-from runtime.side_by_side import side_by_side
+import util
+from repl import REPL, Limits, REPLError, cut, trees_at_once
 from tasks import Task
 from tasks.in_repl import help_of, source
 from tasks.text import about, as_text, describe
-from tree import (Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
-                  render)
+from tree import Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable, render
+from util import read_json, read_texts, write_json
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,9 @@ def tiny_rlm(kind: ModuleType) -> RLMConfig:
     changes = dict(getattr(kind, "TINY", {}))
     limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
     return replace(TINY_RLM, **changes, limits=limits)
+
+
+EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 
 
 # ------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: 
             root = await grow(task, policy, tokenizer, config, key)
             break
         except (REPLError, Lost, OSError) as error:
-            if handed_in.is_theirs(error):
+            if util.is_theirs(error):
                 raise
             failed = repr(error)
     else:
@@ -167,6 +168,30 @@ async def reward_of(root: Node, task: Task, score: Callable) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"the score of {task.id} is {reward}, which is not finite")
     return float(reward)
+
+
+async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:
+    """`await one(*item)` for all items, in order, up to `at_once` at a time. Without a
+    label there is no bar. Where stderr is no terminal, lines take its place."""
+    from tqdm import tqdm  # here: one question needs no bar
+
+    gate, done = asyncio.Semaphore(at_once), []
+    said = time.monotonic()
+
+    async def gated(item: tuple) -> Any:
+        nonlocal said
+        async with gate:
+            result = await one(*item)
+        bar.update()
+        done.append(item)
+        if label and bar.disable and time.monotonic() - said > EVERY_SECONDS:
+            said = time.monotonic()
+            print(f"{label}: {len(done)} of {len(items)}")
+        return result
+
+    hidden = None if label else True  # None: shown in a terminal
+    with tqdm(total=len(items), desc=label, leave=False, disable=hidden) as bar:
+        return await asyncio.gather(*map(gated, items))
 
 
 # ------------------------------------------------------------------------------------------
@@ -487,9 +512,9 @@ class RLM:
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto", batch: int = 8):
-        import runtime.threads  # before torch: it says how torch's threads wait
+        import engine  # before torch: it says how torch's threads wait
         from model import Qwen3
-        from runtime.device import DEVICE, compute_dtype
+        from engine.device import DEVICE, compute_dtype
         from sampler import Sampler
         from tokenizer import Tokenizer
 
@@ -517,7 +542,7 @@ class RLM:
 # The command line
 
 def main() -> None:
-    parser = flags.parser("Ask a recursive language model about files. Prints its tree, "
+    parser = util.parser("Ask a recursive language model about files. Prints its tree, "
                           "then the answer.")
     add = parser.add_argument
     add("--demo", action="store_true", help="ask about notes that --seed generates")

@@ -24,15 +24,16 @@ event loops that sample at the same time.
 Tried and failed: adapters beside the weights, which sample at 60 to 88 % of the speed of
 merged ones (on a CPU); gathering pages in each step, which took longer than attention.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
-prefill (2308.16369). Shapes: B requests, V vocabulary; more in runtime/pages.py.
+prefill (2308.16369). Shapes: B requests, V vocabulary; more in engine/pages.py.
 """
 import asyncio
+import contextlib
 import hashlib
 import time
 from array import array
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -40,14 +41,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from engine.attention import linear_float32
+from engine.pages import FlashPages, GatheredRows, attention_for, new_pool
+from engine.parallel import is_sharded
 from model import Qwen3
-from runtime.attention import linear_float32
-from runtime.pages import FlashPages, GatheredRows, attention_for, new_pool
-from runtime.parallel import is_sharded
-from runtime.threads import suited_to
 from tree import Completion, Lost
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
+SMALL_MODEL = 10_000_000  # parameters
 MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 
 
@@ -335,6 +336,20 @@ class Sampler:
         for page in reversed(request.pages):  # what follows a prefix is evicted before it
             self.pages.release(page)
         request.pages, request.computed = [], 0
+
+
+@contextlib.contextmanager
+def suited_to(parameters: int) -> Iterator[None]:
+    """Within it, torch has as many CPU threads as suit a model with so many parameters: one
+    below SMALL_MODEL, otherwise all. With matrices this small, threads mostly wait for each
+    other (measured), and one thread leaves the other cores to the REPLs."""
+    before = torch.get_num_threads()
+    if parameters < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:

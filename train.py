@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import runtime.threads  # before torch: it says how torch's threads wait
+import engine  # before torch: it says how torch's threads wait
 
 import torch
 from torch.optim import AdamW
@@ -42,26 +42,26 @@ from tqdm import trange
 import grpo
 import rlm
 import tasks
+import util
+from engine import hf, packing, parallel
+from engine.device import DEVICE
+from engine.parallel import World, full_tensor
+from engine.plan import MOST_WINDOWS, Plan, free_memory, plan_of
 from eval import evaluate, rlm_config_of
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import REPLError
-from rlm import RLMConfig
-from runtime import checkpoint, handed_in, hf, packing, parallel, settings
-from runtime.device import DEVICE
-from runtime.files import readable
-from runtime.flags import parse
-from runtime.metrics import Clock, Stats, shares
-from runtime.parallel import World, full_tensor
-from runtime.plan import MOST_WINDOWS, Plan, free_memory, plan_of
-from runtime.run import Run, Start, flags_of_run, resuming
-from runtime.settings import RunConfig, UpdateConfig, WarmupConfig
-from runtime.side_by_side import EVERY_SECONDS
+from rlm import EVERY_SECONDS, RLMConfig
 from sampler import Sampler, SamplerError
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
+from training import checkpoint, settings
+from training.metrics import Clock, Stats, shares
+from training.run import Run, Start, flags_of_run, resuming
+from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from tree import Rollout
+from util import parse, readable
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def main() -> None:
         train(config, world)
         world.close()
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
-        if handed_in.is_theirs(error):
+        if util.is_theirs(error):
             raise
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         sys.exit(f"train.py: {rank}{error}")
@@ -112,7 +112,7 @@ def train(config: Config, world: World) -> None:
     have = free_memory(world)
     config = settings.settle(config, rlm.load_config(config.model))
     objective = objective_of(config)
-    score = handed_in.load(config.reward, "score") if config.reward else tasks.reward
+    score = util.load_function(config.reward, "score") if config.reward else tasks.reward
     kind = tasks.load(config.task, config.data)
     questions = Questions(kind, config.data, config.seed, config.heldout)
     run = Run(config, world)
@@ -398,13 +398,13 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
 # What a run starts from
 
 def objective_of(config: Config) -> Callable:
-    """grpo.credit, one of lab/objectives.py, or the function of a file. Raises ValueError
-    for an unknown name, and for a switch that the objective does not read."""
+    """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
+    ValueError for an unknown name, and for a switch that the objective does not read."""
     objective = grpo.credit
-    if handed_in.is_path(config.objective):
-        objective = handed_in.load(config.objective, "credit")
+    if util.is_path(config.objective):
+        objective = util.load_function(config.objective, "credit")
     elif config.objective != "grpo":
-        from lab import objectives
+        from baselines import objectives
 
         if config.objective not in objectives.NAMES:
             raise ValueError(f"objective is {config.objective!r}; it can be grpo, "

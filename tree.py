@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.files import write_text
+from util import write_text
 
 
 class Refused(Exception):

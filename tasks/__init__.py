@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runtime import handed_in
+import util
 from tasks import in_repl
 
 NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong")
@@ -61,10 +61,10 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     spec = spec or ("evidence" if data else "notes")
     if spec in NAMES:
         return importlib.import_module(f"tasks.{spec}")
-    if not handed_in.is_path(spec):
+    if not util.is_path(spec):
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")
-    kind = handed_in.load_file(spec)
+    kind = util.load_file(spec)
     name = name_of(kind)
     if name in NAMES or _files.setdefault(name, kind) is not kind:
         raise ValueError(f"{spec}: another task is called {name}; rename the file")

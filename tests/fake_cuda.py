@@ -82,18 +82,18 @@ sys.modules |= {"triton.language": MagicMock(), "triton": MagicMock(
     jit=Kernel, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: n)}
 torch.inference_mode = lambda on=True: torch.no_grad() if on else contextlib.nullcontext()
 with patch("torch.cuda.is_available", lambda: True):
-    import runtime.attention
-    from runtime import pages
-    from runtime.decode import decode
+    import engine.attention
+    from engine import pages
+    from engine.decode import decode
+from engine.packing import collate
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config, fill
-from runtime.packing import collate
 from sampler import Sampler
 
 FakeTensor.is_cuda = property(lambda tensor: tensor.fake_device.type == "lazy")
 FakeTensor.tolist = lambda tensor: host.ids
 FakeTensor.numpy = lambda tensor: np.zeros(tuple(tensor.shape))
-runtime.attention.torch = SimpleNamespace(
+engine.attention.torch = SimpleNamespace(
     **vars(torch) | {"device": lambda device: SimpleNamespace(type="cuda")})
 bias.causal_lower_right, bias.can_use_flash_attention = lower_right, lambda *_: True
 sys.modules["torch.optim.optimizer"]._get_fused_kernels_supported_devices = lambda: ["lazy"]
@@ -148,13 +148,13 @@ def sample(rank=0, copy=False, flash=True):
     assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
 
 
-has_varlen = runtime.attention.varlen_attn is not None  # torch 2.12 and later
+has_varlen = engine.attention.varlen_attn is not None  # torch 2.12 and later
 for case, how in [
         (update, {}), (update, {"recompute": True}), (update, {"varlen": False}),
         (update, {"rank": 4}), (update, {"rank": 4, "recompute": True}),
         (sample, {}), (sample, {"varlen": False}), (sample, {"flash": False}),
         (sample, {"rank": 4}), (sample, {"rank": 4, "copy": True})]:
     packed = how.pop("varlen", True) and has_varlen
-    pages.varlen_attn = runtime.attention.varlen_attn = checked_varlen if packed else None
+    pages.varlen_attn = engine.attention.varlen_attn = checked_varlen if packed else None
     with FakeTensorMode(allow_non_fake_inputs=True), Watch():
         case(**how)

@@ -8,9 +8,10 @@ import pytest
 from conftest import command
 
 import train
+from baselines import objectives
+from experiments import ablation
 from grpo import check_switches
-from lab import ablation, objectives
-from runtime.flags import parse
+from util import parse
 
 
 @pytest.fixture

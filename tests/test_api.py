@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("openai")
 
+from baselines import api
+from baselines.api import API
 from conftest import command
-from lab import api
-from lab.api import API
 from rlm import RLMConfig, collect
 from stub_server import KEY, Stub
 from tasks import Task

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import bench, gpu
+from experiments import bench, gpu
 from model import Qwen3, Qwen3Config
 
 TINY = Qwen3Config(

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
+from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
-from runtime.packing import collate
 from tree import Node, Rollout, Turn
 
 # A policy with eleven possible trees. The root answers at once (token 0), asks one child

@@ -8,7 +8,7 @@ from conftest import command
 
 pytest.importorskip("matplotlib")
 
-from lab import chart, picture
+from experiments import chart, picture
 from tasks import Task
 from tree import Node, Rollout, Turn
 

@@ -10,10 +10,9 @@ from test_model import distance, some_ids
 from test_sampler import alone, build, naive_greedy
 from test_tokenizer import TEXTS, fast_json
 
+from engine.hf import FAMILIES
 from model import Qwen3
-from runtime.bpe_files import STEPS
-from runtime.hf import FAMILIES
-from tokenizer import Tokenizer
+from tokenizer import STEPS, Tokenizer
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

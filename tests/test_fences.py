@@ -11,17 +11,23 @@ import pytest
 from conftest import FLAT
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = {"tree", "rlm", "repl", "tokenizer", "model", "sampler", "grpo", "train", "eval"}
-FOLDERS = {"tasks", "runtime", "lab"}
+# A part may import those in groups before its own, and those beside it where that is said.
+ORDER = [{"util", "sandbox"}, {"tree", "engine"},
+         {"repl", "tokenizer", "tasks", "model", "grpo", "training"}, {"sampler"}, {"rlm"},
+         {"baselines"}, {"eval"}, {"train"}, {"experiments"}]
+BESIDE = {"sandbox": {"util"}}
+FOLDERS = {"sandbox", "engine", "tasks", "training", "baselines", "experiments"}
+TOP = set().union(*ORDER) - FOLDERS
 OUTSIDE = {"torch", "tiktoken", "safetensors", "numpy", "tqdm"}
 OUTSIDE |= {"regex", "triton"}  # tiktoken brings the one, torch for CUDA the other
 HOUSE = sorted(path for folder in ("", *FOLDERS) for path in (ROOT / folder).glob("*.py"))
 FILES = HOUSE + sorted((ROOT / "tests").glob("*.py"))
-LOADERS = {"import_module", "__import__", "load", "load_file", "run_path", "run_module"}
+LOADERS = {"import_module", "__import__", "load", "load_file", "load_function", "run_path",
+           "run_module"}
 
 
 def imports(path, inside_functions=True):
-    """The modules that a file imports, as "runtime.files" or "json": by statements, and by
+    """The modules that a file imports, as "engine.pages" or "json": by statements, and by
     a text that a call to one of LOADERS gets."""
     found, stack = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while stack:
@@ -46,40 +52,36 @@ def imports(path, inside_functions=True):
 
 
 def rooms(names):
-    """The parts of the house among imported modules: nine files and three folders."""
+    """The parts of the house among imported modules: ten files and six folders."""
     return {name.split(".")[0] for name in names} & {*TOP, *FOLDERS}
 
 
 def test_the_reader_of_imports(tmp_path):
     file = tmp_path / "a.py"
     file.write_text("try:\n    import torch.nn as x\nexcept ImportError:\n    pass\n"
-                    "from runtime import files\nclass A:\n    from tree import Node\n"
-                    "def f():\n    import model\n    import_module('lab.chart')\n"
-                    "    return handed_in.load('lab/objectives.py:rao', 'credit').tree\n")
-    outside = {"torch.nn", "runtime.files", "tree"}
+                    "from engine import pages\nclass A:\n    from tree import Node\n"
+                    "def f():\n    import model\n    import_module('experiments.chart')\n"
+                    "    return load_function('baselines/objectives.py:rao', 'f').tree\n")
+    outside = {"torch.nn", "engine.pages", "tree"}
     assert imports(file, inside_functions=False) == outside
-    assert imports(file) == outside | {"model", "lab.chart", "lab.objectives"}
+    assert imports(file) == outside | {"model", "experiments.chart", "baselines.objectives"}
 
 
-def test_the_top_level_has_nine_files():
+def test_the_top_level_has_nine_scripts_and_util():
     assert {path.stem for path in ROOT.glob("*.py")} == TOP
 
 
-TEXT = {"tree", "tasks", "repl", "runtime"}
-
-
-@pytest.mark.parametrize("name, allowed", [
-    ("tree", {"runtime"}), ("tasks", {"tasks", "tree", "runtime"}),
-    ("runtime", {"runtime", "tree"}), ("repl", {"runtime"}),
-    ("grpo", {"tree", "runtime"}), ("tokenizer", {"tree", "runtime"}),
-    ("model", {"runtime"}),
-    ("sampler", {"tree", "model", "runtime"}),
-    ("rlm", TEXT | {"tokenizer", "model", "sampler"}),  # these to ask a model
-    ("eval", {*TOP, *FOLDERS} - {"train", "grpo"}), ("train", {*TOP, *FOLDERS})])
-def test_arrows_point_down_also_inside_functions_and_by_path(name, allowed):
-    for path in HOUSE:
-        if name == path.relative_to(ROOT).parts[0].removesuffix(".py"):
-            assert rooms(imports(path)) <= allowed, path.name
+def test_imports_point_one_way_also_inside_functions_and_by_path():
+    before = set()
+    for group in ORDER:
+        for name in group:
+            for path in HOUSE:
+                if name == path.relative_to(ROOT).parts[0].removesuffix(".py"):
+                    allowed = before | {name} | BESIDE.get(name, set())
+                    if path.stem == "rlm":
+                        allowed -= {"training", "grpo"}
+                    assert rooms(imports(path)) <= allowed, path.name
+        before |= group
 
 
 def test_no_two_files_need_each_other():
@@ -91,23 +93,16 @@ def test_no_two_files_need_each_other():
     TopologicalSorter(needs).prepare()  # CycleError names a circle
 
 
-def test_model_imports_no_plan_and_grpo_only_flags():
-    assert not {"runtime.plan", "runtime.run"} & imports(ROOT / "model.py")
-    of_runtime = {n for n in imports(ROOT / "grpo.py") if n.startswith("runtime")}
-    assert of_runtime == {"runtime.flags"}
-
-
-def test_nothing_but_two_programs_imports_the_lab_and_they_where_they_use_it():
-    known = {"eval.py": {"lab.methods", "lab.api"}, "train.py": {"lab.objectives"}}
+def test_baselines_are_loaded_where_they_are_asked_for_and_experiments_by_nobody():
     for path in HOUSE:
-        if path.parent.name != "lab":
-            inside = {name for name in imports(path) if name.startswith("lab")}
-            assert inside <= known.get(path.name, set()), path.name
-            assert "lab" not in rooms(imports(path, inside_functions=False)), path.name
+        if path.parent.name not in ("baselines", "experiments"):
+            assert "experiments" not in rooms(imports(path)), path.name
+            assert "baselines" not in rooms(imports(path, inside_functions=False))
 
 
-def test_the_lab_can_be_deleted_whole(tmp_path):
-    names = shutil.ignore_patterns("lab", ".*", "runs", "__pycache__", "docs", "tests")
+def test_baselines_and_experiments_can_be_deleted_whole(tmp_path):
+    names = shutil.ignore_patterns(
+        "baselines", "experiments", ".*", "runs", "__pycache__", "docs", "tests")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=names)
 
     def command(*words):
@@ -124,7 +119,7 @@ def test_the_lab_can_be_deleted_whole(tmp_path):
 
 def test_the_program_needs_only_the_packages_that_it_names():
     for path in HOUSE:
-        if path.parent.name != "lab":
+        if path.parent.name not in ("baselines", "experiments"):
             others = {name.split(".")[0] for name in imports(path)} - {*TOP, *FOLDERS}
             assert others <= OUTSIDE | sys.stdlib_module_names, path.name
 

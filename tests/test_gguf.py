@@ -1,5 +1,5 @@
-"""lab/gguf.py on tiny files that are written here, for each family: logits and ids of the
-references. It is skipped without gguf and transformers, and downloads no model."""
+"""experiments/gguf.py on tiny files that are written here, for each family: logits and ids
+of the references. It is skipped without gguf and transformers, and downloads no model."""
 import pytest
 import torch
 from test_families import assert_equal_ids, families, their_model
@@ -11,7 +11,7 @@ from tokenizer import MARKERS, Tokenizer
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
-from lab.gguf import main, read_model, read_tokenizer  # it needs gguf
+from experiments.gguf import main, read_model, read_tokenizer  # it needs gguf
 
 
 def write_file(path, family, tied):

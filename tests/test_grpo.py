@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from engine.attention import PackedRows, gather
+from engine.packing import collate, micro_batches
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages, credit, make_rows,
                   node_weights, policy_loss)
 from model import Qwen3, Qwen3Config
-from runtime.attention import PackedRows, gather
-from runtime.metrics import Stats
-from runtime.packing import collate, micro_batches
+from training.metrics import Stats
 from tree import Node, Rollout, Turn
 
 

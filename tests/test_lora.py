@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from test_model import TIED_AND_UNTIED, build, distance, masked, some_ids
 
 import train
+from engine import device, hf
+from engine.hf import ADAPTED
 from model import Qwen3
-from runtime import checkpoint, device, hf
-from runtime.hf import ADAPTED
+from training import checkpoint
 
 RANKS = [1, 16]
 

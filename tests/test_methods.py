@@ -9,8 +9,8 @@ import pytest
 import eval as evaluation
 import rlm
 import tasks
-from lab import methods
-from lab.methods import flat
+from baselines import methods
+from baselines.methods import flat
 from rlm import RLMConfig
 from tasks import Task, evidence, notes
 from tokenizer import Tokenizer

@@ -2,7 +2,7 @@
 from test_grpo import node, rollout
 
 from grpo import GRPOConfig, credit
-from runtime import metrics
+from training import metrics
 
 
 def test_a_step_is_described_by_the_trees_that_did_not_fail():

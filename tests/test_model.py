@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
+from engine.attention import linear_float32
 from model import Qwen3, Qwen3Config
-from runtime.attention import linear_float32
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = ROOT.parent / "shared" / "qwen3-4b-base"

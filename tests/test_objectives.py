@@ -6,9 +6,9 @@ import torch
 import test_bias
 from test_grpo import node, rollout
 
+from baselines import objectives
+from engine.packing import collate, micro_batches
 from grpo import GRPOConfig, check_switches, make_rows, node_weights, policy_loss
-from lab import objectives
-from runtime.packing import collate, micro_batches
 
 
 def scored_trees():

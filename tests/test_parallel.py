@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import rlm
 import train
+from engine import packing, plan
+from engine.parallel import World, full_tensor
 from model import Qwen3, Qwen3Config
-from runtime import checkpoint, packing, plan
-from runtime.parallel import World, full_tensor
-from runtime.run import Run
 from tokenizer import Tokenizer
+from training import checkpoint
+from training.run import Run
 from tree import Node, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +107,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [".", "tests"]
 import torch
-from runtime.parallel import World
+from engine.parallel import World
 from test_parallel import KINDS, take_step
 world, folder = World(), Path(sys.argv[1])
 for kind in KINDS:
@@ -192,7 +193,7 @@ def alive(pid):
 def test_workers_end_with_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nsys.path.insert(0, '.')\n"
-                      "from runtime.parallel import World\nworld = World()\n"
+                      "from engine.parallel import World\nworld = World()\n"
                       f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w')\n"
                       "time.sleep(600)\n")
     run = torchrun(script)

@@ -4,13 +4,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine import plan
+from engine.attention import PackedRows
+from engine.hf import FAMILIES
+from engine.packing import micro_batches
+from engine.plan import Plan
 from grpo import Row
 from model import Qwen3, Qwen3Config
-from runtime import plan
-from runtime.attention import PackedRows
-from runtime.hf import FAMILIES
-from runtime.packing import micro_batches
-from runtime.plan import Plan
 
 QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = Qwen3Config(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)

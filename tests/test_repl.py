@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from repl import REPL, Handle, Limits, REPLError, Result
-from runtime.repl_server import trees_at_once
+from repl import REPL, Handle, Limits, REPLError, Result, trees_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 

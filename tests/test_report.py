@@ -3,8 +3,8 @@ import json
 from types import SimpleNamespace
 
 from conftest import data_of
-from runtime import report
 from tasks import Task
+from training import report
 from tree import Node, Rollout, Turn
 
 EVIL = ("</script><script>document.title='PWNED'</script>",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.pages
+import engine.pages
 import sampler as sampler_module
 from model import Qwen3, Qwen3Config
 from sampler import Pages, Request, Sampler, SamplerError
@@ -137,7 +137,7 @@ async def play(sampler, schedule, **options):
 
 
 def slow_decode(q, keys, values, lengths, tables):
-    """What the docstring of runtime.decode.decode says, one request at a time."""
+    """What the docstring of engine.decode.decode says, one request at a time."""
     assert lengths.dtype == tables.dtype == torch.int32 and tables.is_contiguous()
     assert len(q) == len(lengths) == len(tables) and lengths.min() > 0
     out = torch.empty_like(q)
@@ -176,18 +176,18 @@ def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enabl
 def attention(request, monkeypatch):
     """All ways to attend; with kernels written from their docstrings."""
     if request.param != "rows":
-        monkeypatch.setattr(runtime.pages, "decode", slow_decode)
+        monkeypatch.setattr(engine.pages, "decode", slow_decode)
         if request.param == "packed":  # prompts, too
-            monkeypatch.setattr(runtime.pages, "varlen_attn", slow_varlen)
+            monkeypatch.setattr(engine.pages, "varlen_attn", slow_varlen)
         monkeypatch.setattr(sampler_module, "attention_for",
-                            lambda model: runtime.pages.FlashPages)
-        assert isinstance(make().attention, runtime.pages.FlashPages)
+                            lambda model: engine.pages.FlashPages)
+        assert isinstance(make().attention, engine.pages.FlashPages)
     return request.param
 
 
 IN_INTERPRETER = """
 import random, torch
-import runtime.decode as kernels
+import engine.decode as kernels
 from test_sampler import slow_decode
 
 torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_the_kernel_for_cuda_is_what_it_says_in_the_interpreter():
 
 
 COMPILED = """
-import runtime.decode as kernels
+import engine.decode as kernels
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -261,8 +261,8 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
         raise RuntimeError("out of registers")
 
     for broken in (lambda q, *_: torch.zeros_like(q), fails):
-        monkeypatch.setattr(runtime.pages, "decode", broken)
-        assert isinstance(make().attention, runtime.pages.GatheredRows)
+        monkeypatch.setattr(engine.pages, "decode", broken)
+        assert isinstance(make().attention, engine.pages.GatheredRows)
         assert ("slower" in capsys.readouterr().out) == (attention != "rows")
 
 
@@ -270,11 +270,11 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
 @pytest.mark.parametrize("attention", ["packed"], indirect=True)
 def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
     """Of as many as a GPU splits."""
-    monkeypatch.setattr(runtime.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
+    monkeypatch.setattr(engine.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
     model = build(max_position_embeddings=384)
-    for told, right in ((runtime.pages.UNSPLIT, runtime.pages.FlashPages),
-                        ({}, runtime.pages.GatheredRows)):
-        monkeypatch.setattr(runtime.pages, "UNSPLIT", told)
+    for told, right in ((engine.pages.UNSPLIT, engine.pages.FlashPages),
+                        ({}, engine.pages.GatheredRows)):
+        monkeypatch.setattr(engine.pages, "UNSPLIT", told)
         assert type(make(model, window=384, page=256).attention) is right
 
 

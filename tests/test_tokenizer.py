@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.bpe_files import NORMALIZER, STEPS
-from tokenizer import CHATML, MARKERS, NO_THINKING, Tokenizer
+from tokenizer import CHATML, MARKERS, NORMALIZER, NO_THINKING, STEPS, Tokenizer
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,

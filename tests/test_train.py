@@ -21,17 +21,16 @@ import eval as evaluation
 import rlm
 import tasks
 import train
+from engine.parallel import World
 from model import Qwen3
-from runtime import checkpoint, report, settings
-from runtime import run as runs
-from runtime.flags import parse
-from runtime.metrics import Clock
-from runtime.parallel import World
-from runtime.run import Run
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
+from training import checkpoint, report, run as runs, settings
+from training.metrics import Clock
+from training.run import Run
 from tree import Rollout
+from util import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
@@ -360,8 +359,8 @@ def credit(rollouts, config):
 VICTIM = """
 import os, signal, sys
 sys.path.insert(0, ".")
-import train, runtime.run
-runtime.run.SAVE_EVERY = 2
+import train, training.run
+training.run.SAVE_EVERY = 2
 collect = train.collect_trees
 def killed(run, *args):
     if run.state.step == 3:

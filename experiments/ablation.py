@@ -1,4 +1,4 @@
-"""A set of configurations over seeds: `python -m lab.ablation SET --out DIR`.
+"""A set of configurations over seeds: `python -m experiments.ablation SET --out DIR`.
 
 All configurations of a seed start from one warm-up, see the same questions and sample the
 same number of tokens, unless nothing is left to learn from. Only the flags of their row
@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.files import read_json, write_json
-from runtime.run import HELDOUT
+from training.run import HELDOUT
+from util import read_json, write_json
 
 TRAIN = str(Path(__file__).resolve().parent.parent / "train.py")
 SEEDS = (0, 1, 2)
@@ -65,7 +65,7 @@ def run(name: str, out: str, objective: str = "") -> None:
                         f"--steps 1000 --tokens {TOKENS} {kind.flags} {row['flags']}")
             row["runs"].append(read(path))
     write_json(os.path.join(out, f"{name}.json"), {
-        "command": f"python -m lab.ablation {name}", "flags": kind.flags,
+        "command": f"python -m experiments.ablation {name}", "flags": kind.flags,
         "tokens": TOKENS, "rows": rows})
     print(table(rows))
 

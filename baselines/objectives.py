@@ -9,8 +9,8 @@ import statistics
 from collections import Counter
 from dataclasses import replace
 
-from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit,
-                  inherit, reads, relative, scored_groups)
+from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
+                  reads, relative, scored_groups)
 from tree import Node, Rollout
 
 NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own")

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
-from runtime.device import free_bytes
+from engine.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
+from engine.device import free_bytes
 
 decode = None
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
     with contextlib.suppress(ImportError):
-        from runtime.decode import decode
+        from engine.decode import decode
 
 # Rows of the output matrix in one product on a CPU, which converts them to float32. So few
 # stay in its cache: five times as fast for 8 requests of SmolLM2 in bfloat16.
@@ -220,7 +220,7 @@ class GatheredRows:
 
 class FlashPages:
     """Reads the pages in place, for CUDA. Requests that decode attend with the kernel in
-    runtime/decode.py, prompts in one call of varlen_attn, or each by itself without it.
+    engine/decode.py, prompts in one call of varlen_attn, or each by itself without it.
 
     The part of a step that decodes is replayed as a CUDA graph for the next larger batch
     size. The largest is captured first, as the others use its memory. The rows that fill a

@@ -1,5 +1,5 @@
 """Attention over the packed rows of an update. Each row sees only itself, and a common
-prefix is computed once. runtime/pages.py has the attention of the sampler.
+prefix is computed once. engine/pages.py has the attention of the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.packing import by_prefix
+from engine.packing import by_prefix
 
 varlen_attn = None
 if torch.cuda.is_available():  # only there is it used, and it takes a second to load

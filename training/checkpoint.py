@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from runtime.parallel import World
+from engine.parallel import World
 
 FOLDER = "checkpoints"  # in --out
 KEPT = 2  # checkpoints

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from runtime.metrics import shares
+from training.metrics import shares
 from tree import Node, Rollout, Turn
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")

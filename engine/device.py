@@ -1,12 +1,10 @@
 """What a run computes on, and in which type."""
-import contextlib
-import ctypes
 import os
 from pathlib import Path
 
 import torch
 
-from runtime import hf
+from engine import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,13 +16,6 @@ def free_bytes() -> int:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(line for line in lines if line.startswith("MemAvailable:"))
     return int(free.split()[1]) << 10
-
-
-def give_back_memory() -> None:
-    """Let glibc return what was freed. It keeps free blocks that lie between used ones: a
-    run of an hour grew to twice its plan."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def compute_dtype(path: str = "") -> torch.dtype:

@@ -1,8 +1,9 @@
-"""The sampler and the update beside transformers on a CPU: `python -m lab.bench sampler`,
-or `train`.
+"""The sampler and the update beside transformers on a CPU.
+
+    python -m experiments.bench sampler         or train
 
 A figure is the median of its samples, with their quartiles beside it. Weights are random.
-Compare figures of one run only, never of two machines. lab/gpu.py measures a GPU.
+Compare figures of one run only, never of two machines. experiments/gpu.py measures a GPU.
 """
 import asyncio
 import os
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine import hf
+from engine.packing import collate, micro_batches
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
-from runtime import hf
-from runtime.packing import collate, micro_batches
 from sampler import Sampler
 
 SMALL = Qwen3Config(  # 42 million parameters

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from runtime.frames import frame, take_frame
-from runtime.sandbox import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
+from sandbox.isolation import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
+from sandbox.protocol import frame, take_frame
 
 # What model code often imports. Each library slows down every fork, so asyncio and hashlib
 # (which loads OpenSSL) are not here.
@@ -30,7 +30,6 @@ PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "random re statistics string textwrap unicodedata"
 ).split()
-REPL_BYTES = 6 << 20  # of memory, in use
 WALL = 10  # ten seconds of wall clock count as much as one of a processor
 START_SECONDS = 60.0  # in which a REPL has to start
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -38,16 +37,6 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 class REPLError(RuntimeError):
     """The machine failed, not the code: no REPL was started, or the server was lost."""
-
-
-def trees_at_once(nodes: int) -> int:
-    """How many trees of at most `nodes` nodes may grow at once: a REPL takes two open files
-    in the server and its memory, and a parent keeps its REPL while it waits. 64 trees of 65
-    nodes took all of 23 GiB."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] % 2**64  # -1 is infinity
-    by_files = (min(DESCRIPTORS, hard) - 256) // 2  # 256 for other files
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(by_files, memory // 2 // REPL_BYTES) // nodes)
 
 
 class Handle:
@@ -362,8 +351,9 @@ def main(worker: type) -> None:
 
     # Model code cannot import anything of the repository.
     del sys.path[0]
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("repl", "runtime")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("repl", "sandbox", "util"):
+            del sys.modules[name]
     os.chdir(base)
     for name in PRELOAD:
         __import__(name)

@@ -1,8 +1,8 @@
 """Pictures as SVG files, drawn with matplotlib.
 
-    python -m lab.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
-    python -m lab.chart OUT.svg lab/results/main.json              runs that were recorded
-    python -m lab.chart OUT.svg lab/results/deep.json --kind dots
+    python -m experiments.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
+    python -m experiments.chart OUT.svg experiments/results/main.json       recorded ones
+    python -m experiments.chart OUT.svg experiments/results/deep.json --kind dots
 
 Curves show the reward per step, as a moving average, or with --y what a file has of some
 steps: the mean of the runs of a NAME, and each run as a thin line. Dots show the held-out
@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from runtime.files import read_json
+from util import read_json
 
 COLOURS = (  # distinct on white and on black
     "#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0", "#b08a1e", "#d0508c")
@@ -42,7 +42,7 @@ def read(run: str) -> dict:
 
 
 def recorded(path: str) -> Runs:
-    """What a file of lab/results holds: of an ablation, or of runs by name."""
+    """What a file of experiments/results holds: of an ablation, or of runs by name."""
     data = read_json(path)
     if "rows" in data:
         return {row["name"]: row["runs"] for row in data["rows"]}
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
     parser.add_argument("out", help="the SVG file to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
-                        help="directories of runs by name, or a file of lab/results")
+                        help="directories of runs, or a file of experiments/results")
     kinds = {"curves": curves, "dots": dots}
     parser.add_argument("--kind", default="curves", choices=kinds)
     parser.add_argument("--y", default="reward", help="what the curves show")

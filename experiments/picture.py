@@ -1,6 +1,6 @@
 """A group of trees as one picture: who gets which advantage.
 
-    python -m lab.picture OUT.svg RUN/warmup
+    python -m experiments.picture OUT.svg RUN/warmup
 
 Samples eight trees for the first held-out question of `notes` to which one tree of the
 eight gives the right answer and another one nothing right. Each tree is drawn with its root
@@ -11,14 +11,14 @@ import asyncio
 import sys
 from html import escape
 
-import runtime.threads  # before torch: it says how torch's threads wait
+import engine  # before torch: it says how torch's threads wait
 
 import grpo
 import rlm
 import tasks
-from runtime.files import write_text
 from tasks.questions import heldout_tasks
 from tree import Node, Rollout
+from util import write_text
 
 GROUP = 8
 BAD, ZERO, GOOD = (217, 119, 6), (150, 150, 150), (37, 122, 213)  # orange, grey, blue

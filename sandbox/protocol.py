@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from runtime.sandbox import Limits
+from sandbox.isolation import Limits
 
 HEADER = struct.Struct("!Ic")  # length of the payload, kind
 CAUSES = ("timeout", "crash", "protocol")

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.files import read_json, write_json
-from runtime.parallel import full_tensor, local_share
+from engine.parallel import full_tensor, local_share
+from util import read_json, write_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

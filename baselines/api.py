@@ -1,7 +1,7 @@
 """A policy behind an HTTP server that speaks the chat-completions protocol: hosted models,
 vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
-    python -m lab.api http://localhost:8000/v1 NAME "What is it about?" README.md
+    python -m baselines.api http://localhost:8000/v1 NAME "What is it about?" README.md
 
 The package `openai` sends the requests, and sends them again when a server is busy or
 broken. Where the server refuses one for its content or length (400, 413, 422), that node
@@ -18,10 +18,10 @@ import sys
 import openai
 
 import rlm
-from runtime import flags
-from runtime.files import read_texts
+import util
 from tasks import Task
 from tree import Completion, Lost, Node, Refused
+from util import read_texts
 
 REFUSALS = (400, 413, 422)
 
@@ -62,7 +62,7 @@ class API:
 
 
 def main() -> None:
-    parser = flags.parser("Ask a model behind a server about files. Prints its tree, then "
+    parser = util.parser("Ask a model behind a server about files. Prints its tree, then "
                           "the answer. The key is read from OPENAI_API_KEY.")
     parser.add_argument("url", help="the server, as http://localhost:8000/v1")
     parser.add_argument("model", help="the server's name for the model")
@@ -74,7 +74,7 @@ def main() -> None:
         policy = API(args.url, args.model)
         rlm.show(asyncio.run(rlm.rollout(task, policy, None, rlm.RLMConfig())))
     except (OSError, RuntimeError) as error:
-        sys.exit(f"lab.api: {error}")
+        sys.exit(f"baselines.api: {error}")
 
 
 if __name__ == "__main__":

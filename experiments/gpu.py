@@ -1,4 +1,6 @@
-"""What only a GPU can tell: `python -m lab.gpu [--model DIR]` prints a table in Markdown.
+"""What only a GPU can tell: a table in Markdown.
+
+    python -m experiments.gpu [--model DIR]
 
 Each part is a process of its own, and each row is printed when it is measured:
 
@@ -19,20 +21,19 @@ import sys
 import time
 from functools import partial
 
-import runtime.threads  # before torch: it says how torch's threads wait
+import engine  # before torch: it says how torch's threads wait
 
 import torch
 
+from engine import parallel
+from engine.device import DEVICE
+from engine.packing import collate
+from engine.plan import GIB, Plan
+from experiments.bench import random_ids, seconds_of, update
 from grpo import Row
-from lab.bench import random_ids, seconds_of, update
 from model import Qwen3, Qwen3Config
-from repl import REPL
-from runtime import parallel
-from runtime.device import DEVICE
-from runtime.packing import collate
-from runtime.plan import GIB, Plan
-from runtime.repl_server import trees_at_once
-from runtime.side_by_side import side_by_side
+from repl import REPL, trees_at_once
+from rlm import side_by_side
 from sampler import Sampler
 
 QWEN3_4B = Qwen3Config(
@@ -213,7 +214,7 @@ def main() -> None:
         for part in PARTS:
             print(f"| **{part}** | |", flush=True)
             rest = [f"--model={args.model}"] if args.model else []
-            done = subprocess.run([sys.executable, "-m", "lab.gpu", part, *rest])
+            done = subprocess.run([sys.executable, "-m", "experiments.gpu", part, *rest])
             if done.returncode:
                 print(f"| failed with {done.returncode} | |", flush=True)
         return

@@ -1,0 +1,1 @@
+"""Programs that make a number or a picture: `python -m experiments.NAME`."""

@@ -1,1 +1,0 @@
-"""What produces a number or a picture: run as `python -m lab.NAME` from the repository."""

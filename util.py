@@ -1,0 +1,170 @@
+"""What several parts need: small files, command lines, and files of the user's own.
+
+Standard library only. Left out: nested configurations, and files of settings.
+"""
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import field, fields
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+if sys.version_info < (3, 11):  # every program imports this early
+    sys.exit("Python 3.11 or later is needed; this one is " + sys.version.split()[0])
+
+
+# --- files that are there whole or not at all ---------------------------------------------
+
+def write_text(path: str, text: str) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never a part."""
+    aside = f"{path}.tmp"
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def write_json(path: str, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2))
+
+
+def readable(size: float) -> str:
+    """A number of bytes for people: 1000 bytes, 41.2 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.1f}".removesuffix(".0") + f" {unit}"
+        size /= 1024
+
+
+def read_json(path: str) -> Any:
+    """Raises OSError, or ValueError that names the file."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error})") from None
+
+
+def read_texts(paths: list[str]) -> str | dict[str, str]:
+    """One file: its text. Several files: {path: text}. Raises OSError."""
+    texts = {path: Path(path).read_text("utf-8", "replace") for path in paths}
+    return texts if len(texts) > 1 else texts[paths[0]]
+
+
+# --- command lines ------------------------------------------------------------------------
+# A dataclass can be one: a field that `flag` made is the flag --name. A class is a group of
+# flags. Classes are combined by inheritance, so a program has one flat configuration.
+
+def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False,
+         shown: str = ""):
+    """A dataclass field that becomes --name with this help text.
+
+    A number has to be at least `least`, or the default. A text has to be one of `choices`
+    if there are any. The help lists the flags that are `common` first, and has `shown` in
+    place of the default."""
+    metadata = {"help": text, "least": least, "choices": choices, "common": common,
+                "shown": shown or default}
+    return field(default=default, metadata=metadata)
+
+
+def check(config) -> None:
+    """Raises ValueError for a number that is too small and for a text that is no choice."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        choices = f.metadata["choices"]
+        allowed = value == f.default or isinstance(value, str)
+        if not allowed and not value >= f.metadata["least"]:
+            raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
+        if choices and value not in choices:
+            raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
+
+
+def parser(description: str, **more) -> argparse.ArgumentParser:
+    """An argparse parser that says in one line what is wrong, and takes no flag by half its
+    name. `more` are arguments of argparse's own."""
+    made = argparse.ArgumentParser(description=description, allow_abbrev=False, **more)
+    made.error = lambda message: made.exit(2, f"{made.prog}: {message}; see --help\n")
+    return made
+
+
+def parse(description: str, config_type, groups, earlier=lambda args: {}):
+    """An instance of `config_type` from the command line.
+
+    `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
+    values that stand in for the defaults. Raises ValueError for what `check` and the
+    classes refuse. Exits with status 2 for what is no flag, or no number."""
+    made = parser(description, usage="%(prog)s [--flag value ...]")
+    common = made.add_argument_group("common flags")
+    for title, group_type in groups.items():
+        group = made.add_argument_group(title)
+        for f in fields(group_type):
+            _add(common if f.metadata["common"] else group, f)
+    # A resumed run takes its flags from a file; those that are given now still win.
+    made.set_defaults(**earlier(made.parse_args()))
+    args = vars(made.parse_args())
+    config = config_type(**{f.name: args[f.name] for f in fields(config_type)})
+    check(config)
+    return config
+
+
+def _add(group, f) -> None:
+    name = "--" + f.name.replace("_", "-")
+    text = f.metadata["help"].replace("%", "%%")
+    if isinstance(f.default, bool):
+        group.add_argument(name, action="store_true", help=text)
+        return
+    metavar = {str: "TEXT", int: "N", float: "X"}[type(f.default)]
+    if f.metadata["choices"]:
+        metavar = "|".join(f.metadata["choices"])
+    if f.metadata["shown"] != "":
+        text += f" (default {f.metadata['shown']})"
+    group.add_argument(name, type=type(f.default), default=f.default, metavar=metavar,
+                       help=text)
+
+
+# --- what comes from a user's file --------------------------------------------------------
+# It is path/to/file.py, or path/to/file.py:function. What such a file raises ends the run
+# with an ordinary traceback, which ends in that file.
+
+_files: dict[str, ModuleType] = {}  # by their paths
+
+
+def is_path(spec: str) -> bool:
+    """Whether a specification means a file; otherwise it is a NAME of ours."""
+    return ".py" in spec or "/" in spec
+
+
+def load_file(path: str) -> ModuleType:
+    """Import a Python file, once. Raises ValueError if there is none, and whatever the file
+    raises."""
+    file = os.path.realpath(path)
+    if not os.path.isfile(file):
+        raise ValueError(f"{path}: no such file")
+    if file not in _files:
+        loader = SourceFileLoader(f"handed_in.{file}", file)
+        module = module_from_spec(spec_from_loader(loader.name, loader))
+        # Where `inspect` looks for the source of a function that travels to the REPL.
+        sys.modules[loader.name] = _files[file] = module
+        loader.exec_module(module)
+    return _files[file]
+
+
+def load_function(spec: str, default: str) -> Callable:
+    """The function `path/to/file.py:function`, or the one called `default` in the file."""
+    path, colon, name = spec.partition(".py:")
+    if colon:
+        path += ".py"
+    return getattr(load_file(path), name or default)
+
+
+def is_theirs(error: BaseException) -> bool:
+    """Whether the error was raised in a handed-in file, or in what the file calls. Then a
+    traceback says where the mistake is."""
+    frames = traceback.walk_tb(error.__traceback__)
+    here = any(frame.f_code.co_filename in _files for frame, _ in frames)
+    return here or (error.__cause__ is not None and is_theirs(error.__cause__))
