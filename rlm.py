@@ -521,8 +521,7 @@ class RLM:
         model = Qwen3.from_pretrained(model_dir, compute_dtype(model_dir), DEVICE)
         self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        self.sampler = Sampler(model, 0.8 if DEVICE == "cuda" else 0.2, batch,
-                               self.config.window)
+        self.sampler = Sampler(model, batch=batch, window=self.config.window)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 

@@ -35,21 +35,17 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from engine.attention import linear_float32
-from engine.pages import FlashPages, GatheredRows, attention_for, new_pool
+from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
 from model import Qwen3
 from tree import Completion, Lost
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
 SMALL_MODEL = 10_000_000  # parameters
-MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 
 
 class SamplerError(Lost):
@@ -86,13 +82,13 @@ class Sampler:
     """Owns the KV cache. It samples from `model` itself, adapters included; or from a
     merged copy, if the weights are sharded or not of type `dtype`, or with `copy`.
 
-    `memory` is the size of the pool: bytes (int), or a share of what is free (float), up to
-    four windows per request. At most `batch` requests run at once, of at most `window`
-    tokens each, prompt included, in pages of `page` tokens. `stats` counts tokens
-    `computed`, `reused` and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
+    `memory` is the size of the pool in bytes; by default what is free, up to four windows
+    per request. At most `batch` requests run at once, of at most `window` tokens each,
+    prompt included, in pages of `page` tokens. `stats` counts tokens `computed`, `reused`
+    and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
     """
 
-    def __init__(self, model: Qwen3, memory: int | float = 0.2, batch: int = 64,
+    def __init__(self, model: Qwen3, memory: int | None = None, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
                  page: int | None = None, copy: bool = False):
         dtype = dtype or model.lm_head.weight.dtype
@@ -100,56 +96,17 @@ class Sampler:
         self.model = model.merged_copy(dtype) if self.owns else model
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         self.batch = batch
-        self.window = min(window or np.inf, model.config.max_position_embeddings)
-        attention, problem = attention_for(self.model), ""
-        try:
-            self._make_pool(attention, memory, page)
-            if attention is FlashPages:
-                self._check()
-        except Exception as error:  # no kernel was compiled on this card before
-            if attention is GatheredRows:
-                raise
-            problem = f"{type(error).__name__}: {str(error)[:200]}"
-        if problem:  # not inside `except`: the error keeps the first pool alive
-            print(f"sampler: pages are not read in place, which is slower: {problem}")
-            self.pool = self.attention = None
-            self._make_pool(GatheredRows, memory, page)
+        most = model.config.max_position_embeddings
+        self.window = min(window or most, most)
+        memory = memory or spare_bytes(self.model, self.window, batch)
+        self.attention = attention_for(self.model, memory, self.window, batch, page)
+        self.pool = self.attention.pool
+        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
         self.waiting: list[Request] = []  # both in order of arrival
         self.running: list[Request] = []
         self.engine: asyncio.Task | None = None
         self.arrivals = 0
         self.stats = Counter()
-
-    def _make_pool(self, attention: type, memory: int | float, page: int | None) -> None:
-        most = 4 * self.batch * self.window  # tokens; a cache of more is hardly used
-        if attention is GatheredRows and self.model.lm_head.weight.is_cuda:
-            memory = type(memory)(memory / 2)  # the other half is for its rows
-        self.pool = new_pool(self.model, memory, page or attention.page, most)
-        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
-        self.attention = attention(self.model, self.pool, self.window, self.batch)
-
-    @torch.inference_mode()
-    def _check(self) -> None:
-        """Two prompts, three tokens after each, and one, beside a plain forward pass. The
-        three see as many keys as a kernel may split. RuntimeError if they differ."""
-        half, size = self.pages.count // 2, self.pages.size
-        length = min(264, self.window, half * size)
-        probes, plain, got = [], [], []
-        for first in (1, 1 + half)[:self.batch]:
-            ids = [(first + i * i) % self.model.config.vocab_size for i in range(length)]
-            pages = [Page(first + i, b"") for i in range(-(-length // size))]
-            probes.append(SimpleNamespace(all=ids, pages=pages))
-            states = self.model.hidden(torch.tensor([ids], device=self.pool.device))
-            plain.append(linear_float32(states[0, [-5, -2, -1]], self.model.lm_head.weight))
-        for computed, end in pairwise((0, length - 4, length - 1, length)):
-            for probe in probes:
-                probe.ids, probe.computed = probe.all[:end], computed
-            step = [(probe, end - computed) for probe in probes]
-            got.append(self.attention.forward(step)[1])  # B V
-        gap = torch.stack(got).log_softmax(-1) - torch.stack(plain, 1).log_softmax(-1)
-        worst = gap.abs().mean(-1).max().item()  # 3 B V -> 3 B -> 1
-        if not worst < MOST_GAP:
-            raise RuntimeError(f"log-probabilities are wrong by {worst:.3f}")
 
     def load(self, model: Qwen3) -> None:
         """Copy the new weights of `model`, unless they are shared, and empty the cache."""

@@ -12,7 +12,8 @@ Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query a
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,36 +31,94 @@ if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
 # Rows of the output matrix in one product on a CPU, which converts them to float32. So few
 # stay in its cache: five times as fast for 8 requests of SmolLM2 in bfloat16.
 HEAD_PART = 1024
+MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 # Numbers of requests for which a CUDA graph is made, up to the largest batch.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def attention_for(model):
-    """The class that computes attention over pages for this model on its device."""
+def attention_for(model, memory: int, window: int, batch: int, page: int | None = None):
+    """What attends over pages for this model on its device: an object of a class below, with
+    a pool of `memory` bytes, for `batch` requests of at most `window` tokens at once.
+
+    FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim
-    flash = (decode is not None and weight.is_cuda and weight.dtype == torch.bfloat16
-             and head_dim <= 256 and head_dim % 8 == 0)
-    return FlashPages if flash else GatheredRows
+    problem = ""
+    if can_flash(weight, head_dim):
+        try:
+            pool = new_pool(model, memory, page or FlashPages.page)
+            attention = FlashPages(model, pool, window, batch)
+            check(attention, window, batch)
+            return attention
+        except Exception as error:  # no kernel was compiled on this card before
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+        pool = attention = None  # not inside `except`: the error keeps them alive
+        print(f"sampler: pages are not read in place, which is slower: {problem}")
+    if weight.is_cuda:
+        memory //= 2  # the other half is for its rows
+    pool = new_pool(model, memory, page or GatheredRows.page)
+    return GatheredRows(model, pool, window, batch)
 
 
-def new_pool(model, memory: int | float, size: int, most: int) -> Tensor:
-    """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` holds
-    (bytes; or a share of what is free, for at most `most` tokens), and page 0, which is for
-    padding. ValueError if it holds none. On a CPU only what is written takes up memory."""
+def can_flash(weight: Tensor, head_dim: int) -> bool:
+    kernels = decode is not None and weight.is_cuda and weight.dtype == torch.bfloat16
+    return kernels and head_dim <= 256 and head_dim % 8 == 0
+
+
+@torch.inference_mode()
+def check(attention, window: int, batch: int) -> None:
+    """Two prompts, three tokens after each, and one, beside a plain forward pass. The three
+    see as many keys as a kernel may split. RuntimeError if they differ."""
+    model, pool = attention.model, attention.pool
+    count, size = pool.shape[2] - 1, pool.shape[3]
+    half = count // 2
+    length = min(264, window, half * size)
+    probes, plain, got = [], [], []
+    for first in (1, 1 + half)[:batch]:
+        ids = [(first + i * i) % model.config.vocab_size for i in range(length)]
+        pages = [SimpleNamespace(index=first + i) for i in range(-(-length // size))]
+        probes.append(SimpleNamespace(all=ids, pages=pages))
+        states = model.hidden(torch.tensor([ids], device=pool.device))
+        plain.append(linear_float32(states[0, [-5, -2, -1]], model.lm_head.weight))
+    for computed, end in pairwise((0, length - 4, length - 1, length)):
+        for probe in probes:
+            probe.ids, probe.computed = probe.all[:end], computed
+        step = [(probe, end - computed) for probe in probes]
+        got.append(attention.forward(step)[1])  # B V
+    gap = torch.stack(got).log_softmax(-1) - torch.stack(plain, 1).log_softmax(-1)
+    worst = gap.abs().mean(-1).max().item()  # 3 B V -> 3 B -> 1
+    if not worst < MOST_GAP:
+        raise RuntimeError(f"log-probabilities are wrong by {worst:.3f}")
+
+
+def token_bytes(model) -> int:
+    """What the keys and values of a token take."""
+    c = model.config
+    return (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+            * model.lm_head.weight.itemsize)
+
+
+def spare_bytes(model, window: int, batch: int) -> int:
+    """A pool for a program that has the device for itself: four windows per request, of
+    which a cache hardly uses more, or most of what is free."""
+    share = 0.8 if model.lm_head.weight.is_cuda else 0.2
+    return min(int(share * free_bytes()), 4 * batch * window * token_bytes(model))
+
+
+def new_pool(model, memory: int, size: int) -> Tensor:
+    """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` bytes
+    hold, and page 0, which is for padding. ValueError if they hold none. On a CPU only what
+    is written takes up memory."""
     c, weight = model.config, model.lm_head.weight
-    token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * weight.itemsize
-    total = memory
-    if isinstance(memory, float):
-        total = min(int(memory * free_bytes()), most * token)
-    count = total // (size * token)
+    page = size * token_bytes(model)
+    count = memory // page
     if count < 1:
-        raise ValueError(f"a KV pool of {memory} holds no page of {size} tokens, "
-                         f"{size * token:,} bytes")
+        raise ValueError(f"a KV pool of {memory:,} bytes holds no page of {size} tokens, "
+                         f"{page:,} bytes")
 
     shape = (c.num_hidden_layers, 2, count + 1, size, c.num_key_value_heads, c.head_dim)
     if weight.is_cuda:
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-    zeros = np.zeros((count + 1) * size * token, np.uint8)  # torch would write its zeros
+    zeros = np.zeros((count + 1) * page, np.uint8)  # torch would write its zeros
     return torch.from_numpy(zeros).view(weight.dtype).view(shape)
 
 

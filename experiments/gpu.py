@@ -71,7 +71,7 @@ def agreement(model: Qwen3) -> None:
     rng = random.Random(0)
     shared = random_ids(rng, window(model) // 2)
     prompts = [shared + random_ids(rng, 20) for _ in range(3)]  # so few may be split
-    sampler = Sampler(model, memory=0.25)
+    sampler = Sampler(model)
     done = generate(sampler, prompts, NEW)
     rows = [row_of([*ids, *new.ids], [0] * len(ids) + [1] * len(new.ids))
             for ids, new in zip(prompts, done)]
@@ -93,7 +93,7 @@ def sampling(model: Qwen3) -> None:
     weights = sum(weight.numel() for weight in model.parameters())
     cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
     size = model.lm_head.weight.itemsize
-    sampler, rng = Sampler(model, 0.8 if DEVICE == "cuda" else 0.2, 96), random.Random(2)
+    sampler, rng = Sampler(model, batch=96), random.Random(2)
     for batch, length in LOADS:
         length = min(length, window(model))
         if batch * (length + NEW) > sampler.pages.count * sampler.pages.size:
@@ -146,7 +146,7 @@ def step(model: Qwen3) -> None:
     follow. After its first turn a root waits for CHILDREN children."""
     model.requires_grad_(True).add_lora(16, 32.0)
     model.recompute = True
-    sampler = Sampler(model, 0.5 if DEVICE == "cuda" else 0.2, 96, copy=True)
+    sampler = Sampler(model, batch=96, copy=True)
     longest = model.config.max_position_embeddings
     new = min(NEW, longest // (3 * TURNS))
     prompt = min(1000, longest - 2 * new * TURNS)

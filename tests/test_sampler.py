@@ -179,8 +179,7 @@ def attention(request, monkeypatch):
         monkeypatch.setattr(engine.pages, "decode", slow_decode)
         if request.param == "packed":  # prompts, too
             monkeypatch.setattr(engine.pages, "varlen_attn", slow_varlen)
-        monkeypatch.setattr(sampler_module, "attention_for",
-                            lambda model: engine.pages.FlashPages)
+        monkeypatch.setattr(engine.pages, "can_flash", lambda *_: True)
         assert isinstance(make().attention, engine.pages.FlashPages)
     return request.param
 
@@ -252,8 +251,8 @@ def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
     in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
 
 
-def test_a_share_of_the_memory_is_no_more_than_the_requests_need():
-    assert Sampler(MODEL, 0.5, batch=2, window=48).pages.count == 4 * 2 * 48 // 16
+def test_a_pool_of_spare_memory_is_no_larger_than_the_requests_need():
+    assert Sampler(MODEL, batch=2, window=48).pages.count == 4 * 2 * 48 // 16
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, capsys):
