@@ -226,8 +226,8 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         used.update(done.usage)
         return done
 
-    rollout = await rlm.scored_rollout(
-        task, counted, tokenizer, config, key, score, task.id, grow)
+    job = rlm.Job(task, key, task.id)
+    rollout = await rlm.scored_rollout(job, counted, tokenizer, config, score, grow)
     return record_of(rollout) | {"in": used["prompt"], "out": used["sampled"],
                                  "seconds": round(time.monotonic() - begun, 3)}, rollout
 

@@ -25,7 +25,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -101,58 +101,65 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
-    if tree.open(root, task.query, task.context):
+    problem = tree.open(root, task.query, task.context)
+    if problem:
         root.end = "window"
     else:
         await tree.converse(root, task.query, task.context)
     return root
 
 
-async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
-                  key: tuple = (), groups: Sequence[str] = (), at_once: int = 256,
-                  label: str = "", numbers: Sequence[int] = (),
+@dataclass(frozen=True)
+class Job:
+    """One tree that is to be grown."""
+    task: Task
+    key: tuple = ()  # seeds the sampling; no two trees of a run have the same
+    group: str = ""  # the trees of one question
+
+
+def jobs(questions: list[Task], key: tuple = (), times: int = 1) -> list[Job]:
+    """`times` trees for each question. A key ends with the number of its tree."""
+    return [Job(task, (*key, i * times + n), str(i))
+            for i, task in enumerate(questions) for n in range(times)]
+
+
+async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
+                  at_once: int = 256, label: str = "",
                   score: Callable = tasks.reward) -> list[Rollout]:
-    """One tree with its reward for each question, in order.
+    """Each tree with its reward, in order. Raises REPLError if every tree is lost."""
+    async def one(job: Job) -> Rollout:
+        return await scored_rollout(job, policy, tokenizer, config, score)
 
-    A tree's key ends with its place in the list, or with its number in `numbers` if this
-    process has only a share of the trees. `groups` names the group of each tree; the
-    default is its question's id. Raises REPLError if every tree is lost."""
-    async def one(number: int, group: str, task: Task) -> Rollout:
-        return await scored_rollout(
-            task, policy, tokenizer, config, (*key, number), score, group)
-
-    numbers = numbers or range(len(questions))
-    groups = groups or [task.id for task in questions]
     at_once = min(at_once, trees_at_once(config.max_nodes))
-    trees = [*zip(numbers, groups, questions)]
-    rollouts = await side_by_side(one, trees, at_once, label)
+    rollouts = await side_by_side(one, [(job,) for job in todo], at_once, label)
     if rollouts and all(rollout.failed for rollout in rollouts):
         raise REPLError(f"every tree was lost: {rollouts[0].failed}")
     return rollouts
 
 
-async def scored_rollout(task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                         score: Callable = tasks.reward, group: str = "",
+async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
+                         score: Callable = tasks.reward,
                          grow: Callable = rollout) -> Rollout:
     """One tree, made by `grow`, with its reward.
 
     A tree that the machine lost is grown once more: a killed REPL server loses all trees.
     If that fails too, or there is no score, `failed` says why and the reward is 0: keep it
     out of means and baselines."""
+    task = job.task
     for _ in range(2):
         try:
-            root = await grow(task, policy, tokenizer, config, key)
+            root = await grow(task, policy, tokenizer, config, job.key)
             break
         except (REPLError, Lost, OSError) as error:
             if util.is_theirs(error):
                 raise
             failed = repr(error)
     else:
-        return Rollout(task, group, Node(end="failed"), 0.0, failed)
+        return Rollout(task, job.group, Node(end="failed"), 0.0, failed)
     try:
-        return Rollout(task, group, root, await reward_of(root, task, score))
+        return Rollout(task, job.group, root, await reward_of(root, task, score))
     except Unscored as error:
-        return Rollout(task, group, root, 0.0, repr(error))
+        return Rollout(task, job.group, root, 0.0, repr(error))
 
 
 async def reward_of(root: Node, task: Task, score: Callable) -> float:
@@ -211,8 +218,8 @@ class _Tree:
         self.seconds_left = config.seconds
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening turns and count it. Returns "", or an error text if there
-        is no node left, or no room for an answer."""
+        """Give a node its opening turns and count it. Returns what is wrong: that there is
+        no node left, or no room for an answer; else ""."""
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
         system, user = opening(node, query, context, self.kind, self.config)
@@ -365,10 +372,12 @@ class _Tree:
             async with asyncio.TaskGroup() as group:
                 for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
                     child = Node((*parent.path, len(parent.children)), kind)
-                    values[i] = self.open(child, prompt, part)
-                    if not values[i]:
-                        parent.children.append(child)
-                        group.create_task(answer(i, child, prompt, part))
+                    problem = self.open(child, prompt, part)
+                    if problem:
+                        values[i] = problem
+                        continue
+                    parent.children.append(child)
+                    group.create_task(answer(i, child, prompt, part))
         except ExceptionGroup as errors:
             raise errors.exceptions[0]
         return values

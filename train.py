@@ -58,7 +58,7 @@ from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
 from training import checkpoint, settings
 from training.metrics import Clock, Stats, shares
-from training.run import Run, Start, flags_of_run, resuming
+from training.run import Run, Start, State, flags_of_run, resuming
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from tree import Rollout
 from util import parse, readable
@@ -241,7 +241,7 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
     REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
     return asyncio.run(rlm.collect(
-        asked, policy, tokenizer, rlm_config, at_once=32, label="scripts"))
+        rlm.jobs(asked), policy, tokenizer, rlm_config, at_once=32, label="scripts"))
 
 
 # ------------------------------------------------------------------------------------------
@@ -254,45 +254,21 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
     state = run.state
     reference = reference_of(config, run, plan)
 
-    def grow() -> list[Rollout]:
-        asked = questions.batch(state.step, config.questions)
-        return collect(asked, (config.seed, state.step), "trees", config.group)
+    def sample() -> list[Rollout]:
+        batch = questions.batch(state.step, config.questions)
+        return collect(batch, (config.seed, state.step), "trees", config.group)
 
     while progress(config, run) < 1 and state.silent < PATIENCE:
-        # Sample trees with the weights as they are now, and score their roots.
         clock.start()
-        rollouts = grow()
+        rollouts = sample()
         clock.sampled()
-
-        # Rarely one update ruins the policy: it is taken back, and the batch is dropped.
-        rewards = rewards_of(rollouts)
-        fallen = config.updates == 1 and fell(rewards, state.recent)
+        fallen = has_fallen(config, state, rollouts)
         if fallen:
             take_back(optimizer)
-        else:
-            state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
-
-        # Every node gets the advantage of its root, and becomes one row.
         credit = objective(rollouts, config)
         rows = [] if fallen else grpo.make_rows(rollouts, credit, config)
-        packs = packing.packs(rows, plan, run.world, DEVICE)
-        grpo.add_log_probabilities(packs, config, model, reference)
+        norm, stats = update(config, run, plan, model, optimizer, reference, rows)
 
-        # Each update is one optimizer step over all rows; without any row there is none.
-        norm, stats = 0.0, Stats()
-        for _ in range(config.updates if rows else 0):
-            stats = Stats()
-            for pack in packs:
-                logprobs, entropy = model.logprobs(
-                    pack["ids"], pack["mask"], pack["lengths"])
-                loss, watched = policy_loss(logprobs, entropy, pack, config)
-                (loss * run.world.size).backward()  # FSDP averages over the ranks
-                stats += Stats.of(loss, watched)
-            stats = sum(run.world.gather(stats), Stats())
-            norm = optimizer_step(
-                run, model, optimizer, learning_rate(config, run), stats.loss)
-
-        # Log, evaluate, save.
         state.step += 1
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
@@ -303,12 +279,32 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
             evaluate(run, collect, "heldout_now", questions.heldout)
         run.maybe_save(model, optimizer)
     # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
-    if state.step and config.updates == 1 and fell(rewards_of(grow()), state.recent):
+    if state.step and has_fallen(config, state, sample()):
         take_back(optimizer)
         print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
         print(f"stopped: in the last {PATIENCE} steps no node had an advantage, or the "
               "update was taken back; a lower --lr may help")
+
+
+def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
+           reference: Qwen3 | None, rows: list[Row]) -> tuple[float, Stats]:
+    """One optimizer step over all rows, or --updates of them; none without any row.
+    Returns the gradient's norm before clipping, and what is watched of the tokens."""
+    norm, stats = 0.0, Stats()
+    packs = packing.packs(rows, plan, run.world, DEVICE)
+    grpo.add_log_probabilities(packs, config, model, reference)
+    for _ in range(config.updates if rows else 0):
+        stats = Stats()
+        for pack in packs:
+            logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+            loss, watched = policy_loss(logprobs, entropy, pack, config)
+            (loss * run.world.size).backward()  # FSDP averages over the ranks
+            stats += Stats.of(loss, watched)
+        stats = sum(run.world.gather(stats), Stats())
+        norm = optimizer_step(
+            run, model, optimizer, learning_rate(config, run), stats.loss)
+    return norm, stats
 
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
@@ -318,21 +314,27 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     of its share of the questions, then all ranks get all trees."""
     sampler.load(model)
     policy = rlm.local_policy(sampler, run.tokenizer)
-    trees = [(task, str(i)) for i, task in enumerate(asked) for _ in range(group)]
-    mine = [n for n in range(len(trees)) if n // group % run.world.size == run.world.rank]
+    jobs, world = rlm.jobs(asked, key, group), run.world
+    mine = [job for n, job in enumerate(jobs) if n // group % world.size == world.rank]
     rollouts = asyncio.run(rlm.collect(
-        [trees[n][0] for n in mine], policy, run.tokenizer, run.rlm_config, key,
-        [trees[n][1] for n in mine], numbers=mine, label=label, score=score))
+        mine, policy, run.tokenizer, run.rlm_config, label=label, score=score))
     # Every rank knows the questions, so only the trees are exchanged.
-    share = {n: (r.root, r.reward, r.failed) for n, r in zip(mine, rollouts, strict=True)}
-    grown = {n: tree for part in run.world.gather(share) for n, tree in part.items()}
-    return [Rollout(task, group, *grown[n]) for n, (task, group) in enumerate(trees)]
+    share = {job.key: (tree.root, tree.reward, tree.failed)
+             for job, tree in zip(mine, rollouts, strict=True)}
+    grown = {key: tree for part in world.gather(share) for key, tree in part.items()}
+    return [Rollout(job.task, job.group, *grown[job.key]) for job in jobs]
 
 
-def rewards_of(rollouts: list[Rollout]) -> list[list[float]]:
-    """The rewards of the trees of each question."""
-    return [[rollouts[i].reward for i in group]
-            for group in grpo.scored_groups(rollouts).values()]
+def has_fallen(config: Config, state: State, rollouts: list[Rollout]) -> bool:
+    """Whether the last update ruined the policy, which rarely one does. Other batches are
+    remembered as usual. Of several updates per batch only the last could be undone, so then
+    a fall is not looked for."""
+    rewards = [[rollouts[i].reward for i in group]
+               for group in grpo.scored_groups(rollouts).values()]
+    fallen = config.updates == 1 and fell(rewards, state.recent)
+    if not fallen:
+        state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
+    return fallen
 
 
 def fell(rewards: list[list[float]], before: list[float]) -> bool:

@@ -37,8 +37,8 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def attention_for(model, memory: int, window: int, batch: int, page: int | None = None):
-    """What attends over pages for this model on its device: an object of a class below, with
-    a pool of `memory` bytes, for `batch` requests of at most `window` tokens at once.
+    """What attends over pages for this model on its device, with a pool of `memory` bytes:
+    an object of a class below, for `batch` requests of at most `window` tokens at once.
 
     FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim

@@ -8,7 +8,7 @@ pytest.importorskip("openai")
 from baselines import api
 from baselines.api import API
 from conftest import command
-from rlm import RLMConfig, collect
+from rlm import RLMConfig, collect, jobs
 from stub_server import KEY, Stub
 from tasks import Task
 from tree import Node, Refused, Turn
@@ -62,7 +62,8 @@ def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
         complete(server, "q")
     assert "wrong-key" not in str(caught.value)
     with pytest.raises(RuntimeError, match=server.url):
-        asyncio.run(collect([TASK], API(server.url, "m", max_retries=0), None, RLMConfig()))
+        api = API(server.url, "m", max_retries=0)
+        asyncio.run(collect(jobs([TASK]), api, None, RLMConfig()))
 
 
 def test_the_command_line_shows_the_tree_then_the_answer(tmp_path, monkeypatch, capsys):

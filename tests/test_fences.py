@@ -7,7 +7,6 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from conftest import FLAT
 
 ROOT = Path(__file__).resolve().parent.parent

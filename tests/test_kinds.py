@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from rlm import RLMConfig, collect, rollout, tiny_rlm
+from rlm import RLMConfig, collect, jobs, rollout, tiny_rlm
 from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
 from tasks.evidence import SHORTEST, mark
@@ -292,7 +292,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
             return block(deep.NODE_SCRIPTS[names[node.depth]][1])
 
         limits, policy = replace(config, max_depth=depth), scripted(script, tokenizer)
-        trees = asyncio.run(collect(questions, policy, tokenizer, limits))
+        trees = asyncio.run(collect(jobs(questions), policy, tokenizer, limits))
         return trees, sum(tree.reward for tree in trees) / len(trees)
 
     one = {names: play_each(1, *names)[1] for names in product(deep.NODE_SCRIPTS, repeat=2)}

@@ -12,7 +12,7 @@ import rlm
 import tasks
 from conftest import command
 from repl import BUILTINS, Limits, REPLError
-from rlm import RLMConfig, collect, opening, parse, rollout
+from rlm import RLMConfig, opening, parse, rollout
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
 from tree import Completion, Node, Refused, Turn, Unscored, render
@@ -59,6 +59,10 @@ class Script:
         text = self.tokenizer.decode(ids[:-1] if stop == "stop" else ids)
         logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
         return Completion(text, tuple(ids), logprobs, stop)
+
+
+def collect(questions, policy, *more, key=(), **options):
+    return rlm.collect(rlm.jobs(questions, key), policy, *more, **options)
 
 
 def grow(says, question=None, tokenizer=None, **config):
@@ -409,14 +413,13 @@ def test_a_lost_tree_is_marked_and_the_others_go_on():
         return Completion(block("FINAL('gold %d.')" % key[-3]))
 
     async def go():
-        done = await collect([evidence(i) for i in range(3)], policy, None, RLMConfig(),
-                             groups=["x", "y", "y"])
+        done = await collect([evidence(i) for i in range(3)], policy, None, RLMConfig())
         assert len(asyncio.all_tasks()) == 1  # this one: nothing is left behind
         return done
 
     done = asyncio.run(go())
     assert [(r.reward, r.failed, r.group) for r in done] == [
-        (1.0, "", "x"), (0.0, "OSError('the sampler is gone')", "y"), (1.0, "", "y")]
+        (1.0, "", "0"), (0.0, "OSError('the sampler is gone')", "1"), (1.0, "", "2")]
     assert [r.task.id for r in done] == ["t0", "t1", "t2"]
     assert sorted(cancelled) == [(0,), (0,), (1,), (1,)]  # both times
 
@@ -430,7 +433,7 @@ def test_a_lost_tree_is_run_again_with_the_same_key():
             raise OSError("once")
         return Completion(block("FINAL('gold 0.')"))
 
-    (done,) = asyncio.run(collect([evidence(0)], policy, None, RLMConfig(), (7,)))
+    (done,) = asyncio.run(collect([evidence(0)], policy, None, RLMConfig(), key=(7,)))
     assert (done.reward, done.failed) == (1.0, "") and keys == [(7, 0, (), 0)] * 2
 
 
@@ -502,9 +505,8 @@ def test_every_completion_has_a_key_of_its_own():
                      (0,): block("FINAL(llm_query_batched(['a', 'b']))"),
                      "*": [block("x = 1"), block("FINAL(1)")]})
     questions = [evidence(0)] * 3  # one question: only the key tells its trees apart
-    done = asyncio.run(collect(questions, policy, None, RLMConfig(), (7, "step"),
-                               numbers=[4, 5, 9]))
-    expected = [(7, "step", number, node.path, turn) for number, r in zip((4, 5, 9), done)
+    done = asyncio.run(collect(questions, policy, None, RLMConfig(), key=(7, "step")))
+    expected = [(7, "step", number, node.path, turn) for number, r in enumerate(done)
                 for node in r.root.walk() for turn in range(node.written)]
     assert sorted(policy.keys) == sorted(expected)
     assert len(set(policy.keys)) == len(policy.keys) == 3 * (2 + 1 + 2 + 2)
