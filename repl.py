@@ -400,34 +400,3 @@ def short_traceback(error: BaseException) -> str:
         lines.insert(0, "Traceback (most recent call last):")
     lines.append("".join(traceback.format_exception_only(error)).rstrip())
     return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
-
-
-def main() -> None:
-    """Run blocks that are typed at a prompt. No model answers queries; rlm.py has one."""
-    import asyncio
-
-    import util
-    from util import read_texts
-
-    parser = util.parser("Use the REPL of a model, without the tools of a task.")
-    parser.add_argument("files", nargs="*", help="become `context`; several: {name: text}")
-    args = parser.parse_args()
-    try:
-        repl, result = REPL(read_texts(args.files) if args.files else ""), Result()
-        print("there are: context answer", *BUILTINS)
-        print("An empty line runs the lines above it. FINAL(value), Ctrl-D or Ctrl-C ends.")
-        with asyncio.Runner() as runner:
-            while not (result.done or result.died):
-                lines = iter(lambda: input(">>> "), "")
-                result = runner.run(repl.execute("\n".join(lines)))
-                print(result.stdout + result.error)
-        if result.done:
-            print(result.final)
-    except (EOFError, KeyboardInterrupt):
-        pass
-    except (OSError, REPLError) as error:
-        sys.exit(f"repl.py: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -447,31 +447,3 @@ def test_trees_are_counted_by_the_limit_of_open_files(monkeypatch):
     """Two descriptors per node, some for the rest, and at least one tree."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1256))
     assert [trees_at_once(10), trees_at_once(10 ** 6)] == [50, 1]
-
-
-# --- the command line ---------------------------------------------------------------------
-
-def shell(*args):
-    return subprocess.Popen(
-        [sys.executable, "-u", ROOT / "repl.py", *args], cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_an_empty_line_runs_the_lines_above_it():
-    blocks = ["def f(n):\n    return n * 2\nprint(f(21))", "x = context[:3]",
-              "f(1) / 0", "FINAL([x, 'end'])", "print('never')"]
-    done = shell("README.md")
-    shown, errors = done.communicate("".join(f"{block}\n\n" for block in blocks), 60)
-    assert (done.returncode, errors) == (0, "")
-    assert "42\n" in shown and "ZeroDivisionError" in shown
-    assert shown.endswith(f"{[(ROOT / 'README.md').read_text()[:3], 'end']}\n")
-
-
-def test_ctrl_c_ends_the_session_even_while_a_block_runs():
-    session = shell()
-    session.stdin.write("print('begun')\n\nimport time; time.sleep(600)\n\n")
-    session.stdin.flush()
-    while "begun" not in session.stdout.readline():
-        pass
-    session.send_signal(signal.SIGINT)
-    assert session.wait(60) == 0
