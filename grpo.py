@@ -24,7 +24,7 @@ The functions stand in the order of the equation. All weights are known before t
 forward pass. So the loss depends neither on how rows are packed (engine/packing.py) nor on
 which rank computes them. Left out: a value function, and scores of single turns.
 
-What other forms reach when they train is in docs/objective.md and docs/results.md.
+Others' rules of credit are in docs/objective.md, what they reach in docs/results.md.
 """
 from __future__ import annotations
 
