@@ -43,14 +43,7 @@ LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 EPSILON = 1e-2  # a group whose rewards differ by less than this has small advantages
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # DAPO's clip-higher; GRPO has 0.2 on both sides
 TRUST_MAX = 2.0  # the largest w_t
-
-
-def reads(*switches: str) -> Callable:
-    """Decorates an objective with the SWITCHES that it reads; see check_switches."""
-    def named(objective: Callable) -> Callable:
-        objective.reads = switches
-        return objective
-    return named
+SWITCHES = ("credit", "children", "length", "std")  # those that an objective may ignore
 
 
 @dataclass(frozen=True)
@@ -60,10 +53,12 @@ class Credit:
     weight: float  # of each of the node's tokens, without c
 
 
-@reads("credit", "children", "length", "std")
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """The objective "grpo": every node inherits the advantage of its root."""
     return inherit(rollouts, advantages(rollouts, config), config)
+
+
+credit.reads = SWITCHES
 
 
 def advantages(rollouts: list[Rollout], config: GRPOConfig,
@@ -247,9 +242,6 @@ class GRPOConfig:
             raise ValueError("credit root trains no children: children sum has no effect")
         if self.length == "batch" and self.children == "sum":
             raise ValueError("length batch weights all tokens alike, whoever sampled them")
-
-
-SWITCHES = ("credit", "children", "length", "std")  # those that an objective may ignore
 
 
 def check_switches(objective: Callable, config: GRPOConfig) -> None:

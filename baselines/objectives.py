@@ -7,16 +7,25 @@ out: what needs another loss, or scores of turns (a critic, a process reward mod
 """
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
-                  reads, relative, scored_groups)
+                  relative, scored_groups)
 from tree import Node, Rollout
 
 NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own")
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
+
+
+def reads(*switches: str) -> Callable:
+    """Decorates an objective with the switches that it reads; see grpo.check_switches."""
+    def named(objective: Callable) -> Callable:
+        objective.reads = switches
+        return objective
+    return named
 
 
 @reads("credit", "children", "length")
