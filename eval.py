@@ -1,4 +1,4 @@
-"""Which method answers which questions how well, at what cost, and how sure is that?
+"""Scores methods on questions, with their cost and a 95 % interval.
 
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000

@@ -17,7 +17,8 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
 
     c        a constant (Dr. GRPO), where the blog's formula has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
-    w_t      pi_old / pi_sampler, which differ by rounding: an importance weight, truncated
+    w_t      pi_old / pi_sampler, at most 2. Trainer and sampler round differently; this
+             importance weight corrects for it
     k3_t     estimates KL(pi || pi_ref), where GRPO started from pi_ref
 
 The functions stand in the order of the equation. All weights are known before the first

@@ -142,9 +142,9 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
                          grow: Callable = rollout) -> Rollout:
     """One tree, made by `grow`, with its reward.
 
-    A tree that the machine lost is grown once more: a killed REPL server loses all trees.
-    If that fails too, or there is no score, `failed` says why and the reward is 0: keep it
-    out of means and baselines."""
+    If the machine loses the tree, a second one is grown with the same key: a killed REPL
+    server loses all trees. If that one is lost too, or if there is no score, `failed` says
+    why and the reward is 0. Such trees stay out of means and baselines."""
     task = job.task
     for _ in range(2):
         try:
@@ -327,8 +327,9 @@ class _Tree:
         return result.stdout.rstrip("\n"), result.error.rstrip("\n")
 
     def observe(self, node: Node, query: str, printed: str, notes: str) -> None:
-        """Add what the model sees next. While no message fits behind it, what was printed
-        is halved, then the notes. Sets the node's end if nothing fits."""
+        """Add what the model sees next. If it leaves no room for a message, the output is
+        cut to half its length, again and again, then the error. Sets the node's end if
+        nothing fits."""
         room = self.room(node)
         most = room - min(self.config.turn_tokens, room // 2)
         shown, told = len(printed), len(notes)
@@ -363,7 +364,7 @@ class _Tree:
         async def answer(i: int, child: Node, prompt: str, part: Any) -> None:
             await self.converse(child, prompt, part)
             values[i] = child.answer
-            if child.answer is None and child.end in ENDS:
+            if child.answer is None and ENDS[child.end]:
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
             if hasattr(self.kind, "part_score"):
                 child.score = self.kind.part_score(self.task, part, child.answer)
@@ -390,15 +391,6 @@ FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")
 REPEATED = 200  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
 NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
-ENDS = {
-    "turns": "out of turns",
-    "window": "its window is full",
-    "budget": "the tree's budget of tokens or time is used up",
-    "refused": "the model's server refuses the request",
-    "timeout": "its code ran too long",
-    "crash": "its REPL died",
-    "protocol": "its REPL broke the protocol",
-}
 
 
 def parse(text: str) -> tuple[str, str | None]:
@@ -582,7 +574,7 @@ def main() -> None:
 def show(root: Node) -> None:
     """Print a tree and its answer. Without an answer, exits with the reason."""
     print(render(root) + "\n")
-    if root.answer is None and root.end in ENDS:
+    if root.answer is None and ENDS[root.end]:
         sys.exit(f"no answer: {ENDS[root.end]}")
     print(printable(as_text(root.answer)))
 

@@ -7,7 +7,8 @@ tokenizers. For toy models it can train a small vocabulary of Qwen's kind.
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
-A hybrid model can think or not. It is asked not to: empty thoughts come before every reply.
+A hybrid model thinks before it replies unless the prompt holds an empty thought. Here every
+reply begins with an empty thought.
 The ids equal those of the official template, except for hybrid models: their template drops
 the thoughts before all replies but the last, so it is not append-only.
 

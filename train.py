@@ -237,8 +237,8 @@ def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
                    rlm_config: RLMConfig, seed: int | str) -> list[Rollout]:
-    """One tree per question, grown by the code that also grows sampled ones, in real
-    REPLs. If a tree may have one node only, its scripts call nobody."""
+    """One tree per question. A script takes the place of the policy, all else is as in
+    GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
     return asyncio.run(rlm.collect(
         rlm.jobs(asked), policy, tokenizer, rlm_config, at_once=32, label="scripts"))

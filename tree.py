@@ -68,6 +68,21 @@ class Turn:
         return self.logprobs is not None
 
 
+# Why a node ended, and what its parent's code is told if there is no answer.
+ENDS = {
+    "final": "",  # its code called FINAL
+    "text": "",  # a plain completion, which is the answer
+    "turns": "out of turns",
+    "window": "its window is full",
+    "budget": "the tree's budget of tokens or time is used up",
+    "refused": "the model's server refuses the request",
+    "timeout": "its code ran too long",
+    "crash": "its REPL died",
+    "protocol": "its REPL broke the protocol",
+    "failed": "the machine lost the tree",  # of a root alone
+}
+
+
 @dataclass(eq=False)  # compared by identity: two nodes that look the same are two nodes
 class Node:
     """One conversation of the tree, and the conversations that its code started."""
@@ -78,9 +93,7 @@ class Node:
     # What FINAL got, or the text of a plain completion. A node that ended without either
     # has what its code put into answer["content"].
     answer: Any = None
-    # Why it ended. With an answer: final, text. Without one: turns, window, budget,
-    # refused, timeout, crash, protocol, and for a root failed (the machine lost the tree).
-    end: str = ""
+    end: str = ""  # why it ended: one of ENDS; "" while it grows
     errors: list[int] = field(default_factory=list)  # numbers of turns without working code
     # A child's own score, if the task has one; only some objectives read it. A root has the
     # task's score here where --reward replaces it.
@@ -133,7 +146,7 @@ class Rollout:
     group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
-    failed: str = ""  # not empty: the machine failed, not the policy; the tree is not used
+    failed: str = ""  # why the machine lost the tree, which is then not used; "": it did not
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:

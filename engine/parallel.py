@@ -1,5 +1,5 @@
-"""Several processes, one run: `torchrun --nproc-per-node N train.py ...`. One process is a
-world of one and goes through the same code.
+"""Several processes, one run: `torchrun --nproc-per-node N train.py ...`. A single process
+goes through the same code.
 
 FSDP2 shards the trained weights, their gradients and the optimizer, layer by layer. On a
 GPU they are float32, layers compute in bfloat16, and gradients are summed in float32.
