@@ -146,7 +146,7 @@ class Rollout:
     group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
-    failed: str = ""  # why the machine lost the tree, which is then not used; "": it did not
+    failed: str = ""  # if the machine lost the tree, why; then the tree is not used
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:

@@ -365,7 +365,7 @@ def test_what_befalls_the_repl_ends_the_node_not_the_tree(code, end):
                limits=Limits(seconds=1.0 if end == "timeout" else 30.0), max_turns=2)
     [child] = root.children
     assert child.answer is None
-    assert child.end == end or (end is None and child.end in rlm.ENDS)
+    assert child.end == end or (end is None and rlm.ENDS[child.end])
     assert root.answer[0].startswith("Error: the call ended without an answer")
     assert root.answer[1] == 7 and "\x1b" not in render(root)
 
