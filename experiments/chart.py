@@ -34,10 +34,7 @@ def read(what: str) -> dict[str, list[dict]]:
     name, equals, paths = what.partition("=")
     if equals:
         return {name: [{"reward": rewards(path)} for path in paths.split(",")]}
-    data = read_json(what)
-    if "rows" in data:
-        return {row["name"]: row["runs"] for row in data["rows"]}
-    return {name: runs for name, runs in data.items() if isinstance(runs, list)}
+    return {name: runs for name, runs in read_json(what).items() if isinstance(runs, list)}
 
 
 def rewards(run: str) -> list[float]:

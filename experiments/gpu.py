@@ -2,10 +2,9 @@
 
     python -m experiments.gpu --model DIR
 
-What the card itself multiplies and reads; how far the log-probabilities of the sampler and
-of packed rows are from those of plain rows; the speed of prompts, decoding and updates; the
-peak of memory beside the plan. Each part has a process of its own. Without a GPU it runs on
-a tiny DIR.
+How far the log-probabilities of the sampler and of packed rows are from those of plain
+rows; the speed of prompts, decoding and updates, to compare with the card's data sheet; and
+the peak of memory beside the plan. Each part is a process. Without a GPU DIR can be tiny.
 """
 import argparse
 import asyncio
@@ -34,12 +33,6 @@ def show(name: str, *values: float) -> None:
     print(f"| {name} | {' | '.join(f'{value:,.4g}' for value in values)} |", flush=True)
 
 
-def seconds_of(run) -> float:
-    """The fastest of three; one before, which may compile, does not count."""
-    wait = torch.get_device_module(DEVICE).synchronize
-    return min([clock(lambda: (run(), wait())) for _ in range(4)][1:])
-
-
 def prompt(model: Qwen3, length: int, seed: int) -> list[int]:
     """At most so many tokens, of any vocabulary, with room for NEW after them."""
     length = min(length, model.config.max_position_embeddings - NEW)
@@ -53,14 +46,6 @@ def generate(sampler: Sampler, prompts: list[list[int]], tokens: int) -> list:
 
     sampler.stats.clear()
     return asyncio.run(together())
-
-
-def card(model: Qwen3) -> None:
-    n = 8192 if GPU else 512
-    a, b = torch.randn(2, n, n, device=DEVICE, dtype=torch.bfloat16)
-    show("TFLOP/s of a product", 2e-12 * n ** 3 / seconds_of(lambda: a @ b))
-    large = torch.zeros(8 * n * n, device=DEVICE)
-    show("GB/s read by a sum", 1e-9 * large.nbytes / seconds_of(large.sum))
 
 
 @torch.inference_mode()
@@ -111,8 +96,13 @@ def update(model: Qwen3, rank: int = 0) -> None:
         parallel.shard(model, torch.bfloat16)
     model.recompute = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    seconds = seconds_of(lambda: step(model, optimizer, our_losses(model, rows, length)))
 
+    def one_step() -> None:
+        step(model, optimizer, our_losses(model, rows, length))
+        torch.get_device_module(DEVICE).synchronize()
+
+    one_step()  # it may compile
+    seconds = min(clock(one_step) for _ in range(3))
     plan = Plan(c, length, length, rank, torch.bfloat16, 0, recompute=True)
     layers, head = plan.parameters[0] - plan.parameters[1], c.vocab_size * c.hidden_size
     attention = c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
@@ -124,8 +114,8 @@ def update(model: Qwen3, rank: int = 0) -> None:
         show("peak GiB, planned GiB", torch.cuda.max_memory_allocated() / GIB, planned)
 
 
-PARTS = {"card": card, "agreement": agreement, "sampling": sampling,
-         "update of all weights": update, "update of adapters": partial(update, rank=16)}
+PARTS = {"agreement": agreement, "sampling": sampling, "update of all weights": update,
+         "update of adapters": partial(update, rank=16)}
 
 
 def run(part: str, path: str) -> None:
