@@ -43,8 +43,13 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
     return root
 
 
-# ------------------------------------------------------------------------------------------
-# The baselines: async (query, text, reader) -> root
+def flat(context: str | list | dict) -> str:
+    """A context as one text: documents under their names."""
+    if isinstance(context, dict):
+        context = [f"[{name}]\n{as_text(part)}" for name, part in context.items()]
+    parts = context if isinstance(context, list) else [context]
+    return "\n\n".join(map(as_text, parts))
+
 
 async def direct(query: str, text: str, reader: "Reader") -> Node:
     def prompt(n: int) -> str:
@@ -106,14 +111,6 @@ def bm25(query: str, chunks: list[str], k1: float = 1.5, b: float = 0.75) -> lis
             norm = k1 * (1 - b + b * count.total() / mean)
             scores[i] += idf * count[word] * (k1 + 1) / (count[word] + norm)
     return scores
-
-
-def flat(context: str | list | dict) -> str:
-    """A context as one text: documents under their names."""
-    if isinstance(context, dict):
-        context = [f"[{name}]\n{as_text(part)}" for name, part in context.items()]
-    parts = context if isinstance(context, list) else [context]
-    return "\n\n".join(map(as_text, parts))
 
 
 class Reader:

@@ -5,10 +5,10 @@ is trained one advantage per sampled turn and the weight of its tokens. The loss
 grpo.py's. `reads` names the switches that an objective reads; the others are refused. Left
 out: what needs another loss, or scores of turns (a critic, a process reward model).
 """
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
                   relative, scored_groups)
@@ -28,23 +28,25 @@ def reads(*switches: str) -> Callable:
     return named
 
 
+def _left_out(rewards: list[float]) -> list[float]:
+    """Each reward minus the mean of the others; 0 for one alone."""
+    return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
+
+
 @reads("credit", "children", "length")
 def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """The baseline of a tree is the mean reward of the OTHER trees of its group.
+    """RLOO (2402.14740): A_g = r_g - the mean reward of the OTHER trees of the group.
 
-    RLOO (2402.14740): A_g = r_g - sum_{h != g} r_h / (G - 1). Up to the factor G / (G - 1)
-    it is Dr. GRPO's (2503.20783)."""
+    Up to the factor G / (G - 1) it is Dr. GRPO's (2503.20783)."""
     return inherit(rollouts, advantages(rollouts, config, _left_out), config)
 
 
 @reads("credit", "children", "length")
 def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """Divided by the mean reward of the group, not by the deviation.
-
-    MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
+    """MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
     counts more. A group whose mean is not above 0 has no advantage."""
-    def over_mean(rewards):
-        mean = statistics.fmean(rewards)
+    def over_mean(rewards: list[float]) -> list[float]:
+        mean = fmean(rewards)
         return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
 
     return inherit(rollouts, advantages(rollouts, config, over_mean), config)
@@ -52,16 +54,14 @@ def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
 
 @reads("credit", "length", "std")
 def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """Every node of a tree weighs the same: 1/N, N being its nodes, the root included.
+    """WideSeek-R1 (2602.04634): each of the N trained nodes of a tree weighs 1/N.
 
-    WideSeek-R1 (2602.04634): all nodes and tokens of a tree have its advantage, and
-        J(y_g) = (1/N) * sum over the trained nodes x of y_g of J_node(x)
     It takes the mean over the tokens of a node: --length sequence."""
     result = credit(rollouts, config)
     for rollout in rollouts:
         nodes = [node for node in rollout.root.walk() if node in result]
         for node in nodes:
-            result[node] = Credit(result[node].advantages, 1 / len(nodes))
+            result[node] = replace(result[node], weight=1 / len(nodes))
     return result
 
 
@@ -80,38 +80,33 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     returns = {}
     for rollout in rollouts:
         for node in rollout.root.walk():
+            score = node.score if node.depth else rollout.reward
             below = [child.score for child in node.children if child.score is not None]
-            bonus = LAMBDA * statistics.fmean(below) if below else 0.0
-            if node is rollout.root:
-                returns[node] = rollout.reward + bonus
-            elif node.score is not None:
-                returns[node] = node.score + bonus
+            if score is not None:
+                returns[node] = score + LAMBDA * fmean(below or [0.0])
 
-    of_roots = [replace(r, reward=returns[r.root]) for r in rollouts]
+    of_roots = [replace(rollout, reward=returns[rollout.root]) for rollout in rollouts]
     inherited = advantages(of_roots, config, _left_out)
     result = inherit(rollouts, inherited, config)
+    for members in scored_groups(rollouts).values():
+        for i in members if len(members) > 1 else ():
+            root = rollouts[i].root
+            for node in result.keys() & returns.keys() & set(root.walk()):
+                own_advantage = returns[node] - (returns[root] - inherited[i])
+                turns = len(result[node].advantages)
+                result[node] = replace(result[node], advantages=[own_advantage] * turns)
+
     at_depth = Counter(node.depth for node in result)
-    nodes, groups = len(result), scored_groups(rollouts)
-    for rollout, of_tree in zip(rollouts, inherited):
-        baseline = returns[rollout.root] - of_tree
-        for node in rollout.root.walk():
-            if node not in result:
-                continue
-            advantage, weight = of_tree, 1.0
-            if node in returns and len(groups[rollout.group]) > 1:
-                advantage = returns[node] - baseline
-            if config.children == "mean":
-                weight = nodes / (len(at_depth) * at_depth[node.depth])
-            result[node] = Credit([advantage] * len(result[node].advantages), weight)
+    for node, given in result.items():
+        weight = len(result) / (len(at_depth) * at_depth[node.depth])
+        result[node] = replace(given, weight=weight if config.children == "mean" else 1.0)
     return result
 
 
 @reads("credit", "children", "length")
 def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """Rejection sampling: supervised learning on the trees that scored at least KEEP.
-
-    ReST (2308.08998), RFT (2308.01825): the advantage is 1 for these trees, 0 for all
-    others. There is no baseline."""
+    """Rejection sampling, as ReST (2308.08998) and RFT (2308.01825): the advantage is 1 for
+    trees that scored at least KEEP, 0 for all others. There is no baseline."""
     kept = [float(rollout.reward >= KEEP) for rollout in rollouts]
     return inherit(rollouts, kept, config)
 
@@ -130,39 +125,30 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     if config.updates > 1 or config.kl:
         raise ValueError("the objective dpo takes updates 1 and kl 0")
     per_tree, pairs = [0.0] * len(rollouts), 0
-    relative_rewards = advantages(rollouts, config)
     for members in scored_groups(rollouts).values():
-        best = max(members, key=relative_rewards.__getitem__)
-        worst = min(members, key=relative_rewards.__getitem__)
-        if relative_rewards[best] > relative_rewards[worst]:
-            per_tree[best], per_tree[worst] = BETA / 2, -BETA / 2
+        rewards = {i: rollouts[i].reward for i in members}
+        if any(centred([*rewards.values()])):
+            per_tree[max(rewards, key=rewards.get)] = BETA / 2
+            per_tree[min(rewards, key=rewards.get)] = -BETA / 2
             pairs += 1
 
     # make_rows divides by the scored trees and the length constant; the mean is over pairs.
     trees = sum(not rollout.failed for rollout in rollouts)
     scale = LENGTH_CONSTANT * trees / max(1, pairs)
-    return {node: Credit(given.advantages, given.weight * scale)
+    return {node: replace(given, weight=given.weight * scale)
             for node, given in inherit(rollouts, per_tree, config).items()}
 
 
 @reads("credit", "children", "length", "std")
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
-    """A child's own score in place of its root's, where the task gives it one.
-
-    Its advantage is relative to all trained children of the group that have a score. Nodes
-    without one inherit."""
+    """A child's own score in place of its root's, where the task gives it one. It is
+    compared with all trained children of the group that have one. Other nodes inherit."""
     result = credit(rollouts, config)
     for members in scored_groups(rollouts).values():
         scored = [node for i in members for node in rollouts[i].root.walk()
                   if node in result and node.depth and node.score is not None]
-        own_advantages = relative([n.score for n in scored], config) if scored else []
-        for node, advantage in zip(scored, own_advantages):
+        compared = relative([node.score for node in scored], config) if scored else []
+        for node, advantage in zip(scored, compared):
             turns = len(result[node].advantages)
-            result[node] = Credit([advantage] * turns, result[node].weight)
+            result[node] = replace(result[node], advantages=[advantage] * turns)
     return result
-
-
-def _left_out(rewards: list[float]) -> list[float]:
-    """Each reward minus the mean of the others; 0 for one alone."""
-    return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
-

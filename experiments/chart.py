@@ -1,4 +1,4 @@
-"""Pictures as SVG files, drawn with matplotlib.
+"""Runs of train.py as an SVG file, drawn with matplotlib.
 
     python -m experiments.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
     python -m experiments.chart OUT.svg experiments/results/main.json       recorded ones
@@ -6,60 +6,56 @@
 
 Curves show the reward per step, as a moving average, or with --y what a file has of some
 steps: the mean of the runs of a NAME, and each run as a thin line. Dots show the held-out
-score of each run, with a bar at the mean. The same data give the same file, byte for byte.
+score of each run, with a bar at the mean.
 """
 import argparse
-import itertools
 import json
-import os
-from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from util import read_json
 
-COLOURS = (  # distinct on white and on black
-    "#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0", "#b08a1e", "#d0508c")
+COLOURS = ("#2f7fd8", "#d8622f", "#2f9e6e", "#9a5fd0")  # distinct on white and on black
 GREY = "#8a8a8a"
 STYLE = {
     "svg.hashsalt": "rlm", "svg.fonttype": "none", "savefig.transparent": True,
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.grid": True,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "axes.edgecolor": GREY, "axes.labelcolor": GREY, "text.color": GREY,
-    "xtick.color": GREY, "ytick.color": GREY, "grid.color": GREY, "grid.alpha": 0.25}
+    "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color",
+                        "ytick.color", "grid.color"), GREY)
 SPAN = 5  # steps in the moving average
-Runs = dict[str, list[dict]]  # name -> its runs, each {metric: a number, or one per step}
 
 
-def read(run: str) -> dict:
-    """The reward of each GRPO step of a run."""
-    with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return {"reward": [row["reward"] for row in rows if row["phase"] == "grpo"]}
+def read(what: str) -> dict[str, list[dict]]:
+    """{name: its runs}, of NAME=RUN,RUN or of a file of experiments/results."""
+    name, equals, paths = what.partition("=")
+    if equals:
+        return {name: [{"reward": rewards(path)} for path in paths.split(",")]}
+    return {name: runs for name, runs in read_json(what).items() if isinstance(runs, list)}
 
 
-def recorded(path: str) -> Runs:
-    """What a file of experiments/results holds: of an ablation, or of runs by name."""
-    data = read_json(path)
-    if "rows" in data:
-        return {row["name"]: row["runs"] for row in data["rows"]}
-    return {name: runs for name, runs in data.items() if isinstance(runs, list)}
+def rewards(run: str) -> list[float]:
+    """Of each GRPO step of a run."""
+    lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row["reward"] for row in rows if row["phase"] == "grpo"]
 
 
 def smooth(values: list[float]) -> list[float]:
     return [fmean(values[max(0, end - SPAN):end]) for end in range(1, len(values) + 1)]
 
 
-def curves(axes: Axes, runs: Runs, key: str = "reward") -> None:
+def curves(axes, runs: dict[str, list[dict]], key: str) -> None:
     """A mean is as long as the shortest run of its name."""
-    for colour, (name, of_name) in zip(itertools.cycle(COLOURS), runs.items()):
+    for at, (name, of_name) in enumerate(runs.items()):
         steps = of_name[0].get("steps")
         each = [run[key] if steps else smooth(run[key]) for run in of_name]
         steps = steps or range(1, 1 + max(map(len, each)))
-        mean = list(map(fmean, zip(*each)))
+        mean = [fmean(values) for values in zip(*each)]
+        colour = COLOURS[at % len(COLOURS)]
         axes.plot(steps[:len(mean)], mean, color=colour, linewidth=2.5,
                   label=f"{name} {mean[-1]:.2f}, n {len(each)}")
         for values in each:
@@ -68,8 +64,8 @@ def curves(axes: Axes, runs: Runs, key: str = "reward") -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def dots(axes: Axes, runs: Runs) -> None:
-    for at, (name, of_name) in enumerate(runs.items()):
+def dots(axes, runs: dict[str, list[dict]]) -> None:
+    for at, of_name in enumerate(runs.values()):
         scores = [run["heldout_final"] for run in of_name]
         mean = fmean(scores)
         axes.plot(scores, [at] * len(scores), "o", color=COLOURS[0], alpha=0.6)
@@ -83,26 +79,17 @@ def dots(axes: Axes, runs: Runs) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
     parser.add_argument("out", help="the SVG file to write")
-    parser.add_argument("runs", nargs="+", metavar="NAME=RUN,RUN or FILE.json",
-                        help="directories of runs, or a file of experiments/results")
-    kinds = {"curves": curves, "dots": dots}
-    parser.add_argument("--kind", default="curves", choices=kinds)
+    parser.add_argument("runs", nargs="+", help="NAME=RUN,RUN or FILE.json")
+    parser.add_argument("--kind", default="curves", choices=("curves", "dots"))
     parser.add_argument("--y", default="reward", help="what the curves show")
     args = parser.parse_args()
-    if args.kind == "curves":
-        kinds["curves"] = partial(curves, key=args.y)
-    runs = {}
-    for what in args.runs:
-        name, equals, paths = what.partition("=")
-        if equals:
-            runs[name] = [read(path) for path in paths.split(",")]
-        else:
-            runs |= recorded(what)
-
+    runs = {name: of_name for what in args.runs for name, of_name in read(what).items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4))
-        axes = figure.add_subplot()
-        kinds[args.kind](axes, runs)
+        if args.kind == "curves":
+            curves(figure.add_subplot(), runs, args.y)
+        else:
+            dots(figure.add_subplot(), runs)
         figure.savefig(args.out, bbox_inches="tight", metadata={"Date": None})
 
 

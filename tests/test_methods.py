@@ -1,4 +1,4 @@
-"""The methods that a comparison needs: baselines, and rlm at other depths."""
+"""The methods that a comparison needs: baselines, and rlm by its depth."""
 import asyncio
 import json
 import random
@@ -17,11 +17,6 @@ from tokenizer import Tokenizer
 from tree import Completion
 
 WORDS = [start + str(i) for i in range(40) for start in ("al", "be", "ga", "de")]
-QUESTION = Task("t", "question", "q", "c")
-
-
-def block(code):
-    return f"```repl\n{code}\n```"
 
 
 def answer(name, task, says, tokenizer=None, **config):
@@ -96,10 +91,8 @@ def test_the_answer_to_notes_is_read_from_json_and_from_lines():
         assert "animals, plants, tools, foods" in root.turns[1].text
 
 
-@pytest.mark.parametrize("name, kinds", [
-    ("rlm0", ["rlm"]), ("rlm1", ["rlm", "rlm", "llm"]), ("rlm2", ["rlm"] * 3 + ["llm"])])
-def test_the_depth_of_an_rlm_is_what_its_name_says(name, kinds):
-    root = answer(name, QUESTION, lambda node: "done" if node.kind == "llm" else
-                  block("FINAL(rlm_query('deeper', 'c'))"))
-    assert [node.kind for node in root.walk()] == kinds
-    assert ("rlm_query" in root.turns[0].text) == (name != "rlm0")
+@pytest.mark.parametrize("name, depth, nodes", [
+    ("rlm0", 0, 1), ("rlm1", 1, 32), ("rlm2", 2, 32)])
+def test_the_depth_of_an_rlm_is_what_its_name_says(name, depth, nodes):
+    config = evaluation.rlm_config_of(name, RLMConfig())
+    assert (config.max_depth, config.max_nodes) == (depth, nodes)
