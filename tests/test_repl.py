@@ -84,12 +84,8 @@ def test_variables_and_output():
 
 def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     one, two, three, four = run(
-        "def f():\n    return 1 / 0\nx = 5\nf()", "print(x)\nhelper(f)",
-        "import json; json.loads('{')\nllm_query_batched(1)", "x = (",
-        tools="def helper(f): f()")
-    recursion = run("def f(): f()\nf()")[0].error
-    assert "RecursionError" in recursion and "frames cut" in recursion
-    assert len(recursion) < 1000
+        "def f():\n    return 1 / 0\nx = 5\nf()", "print(x)\nhelper(f)", "x = (",
+        "def g(): g()\ng()", tools="def helper(f): f()")
     assert two.stdout == "5\n"
     assert one.error == (
         "Traceback (most recent call last):\n"
@@ -97,10 +93,10 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
         '  File "<repl>", line 2, in f\n    return 1 / 0\n'
         "ZeroDivisionError: division by zero"
     )
-    assert "line 2, in <module>\n    helper(f)" in two.error and "tools" not in two.error
-    assert "    return 1 / 0\n" in two.error
-    assert "repl.py" not in three.error
-    assert "SyntaxError" in four.error and '"<repl>"' in four.error
+    assert "    helper(f)\n" in two.error and "    return 1 / 0\n" in two.error
+    assert "repl.py" not in two.error and "tools" not in two.error
+    assert "SyntaxError" in three.error
+    assert "RecursionError" in four.error and len(four.error) < 1000
 
 
 def test_builtins_are_put_back():
@@ -203,13 +199,13 @@ def test_queries(code, answer):
 
 def test_queries_of_threads_take_turns_and_each_gets_its_own_answer():
     async def on_query(kind, prompts, contexts):
-        await asyncio.sleep(0.2)  # the clock stands meanwhile
+        await asyncio.sleep(0.05)
         return [prompt + "!" for prompt in prompts]
 
     code = ("from concurrent.futures import ThreadPoolExecutor; import threading\n"
             "print(list(ThreadPoolExecutor(4).map(llm_query, 'abcdef')))\n"
             "threading.Thread(target=llm_query, args='g').start()")
-    one, two = run(code, "FINAL(llm_query('h'))", on_query=on_query, seconds=1)
+    one, two = run(code, "FINAL(llm_query('h'))", on_query=on_query)
     assert one.stdout == f"{[c + '!' for c in 'abcdef']}\n" and two.final == "h!"
 
 
@@ -236,41 +232,42 @@ def test_queries_that_are_too_many_or_that_nobody_answers_are_error_strings():
 
 def test_the_clock_is_the_servers_and_stops_for_queries():
     async def slow(kind, prompts, contexts):
-        time.sleep(1)  # the client is busy, as with a forward pass
+        if prompts == ["slow"]:
+            time.sleep(1.2)  # the client is busy, as with a forward pass
         return prompts
 
-    busy = "import time\nwhile time.process_time() < 0.5: pass"
-    blocks = (busy, "print(llm_query('x'))", "1 / 0", "llm_query('a')\nwhile True: pass")
-    *results, late = run(*blocks, on_query=slow, seconds=0.8)
-    assert late.died == "timeout" and 0.8 <= late.seconds < 2
-    assert results[1] == Result(stdout="x\n")
-    assert [r.seconds >= 0.3 for r in results] == [True, False, False]
+    asks, loops = "print(llm_query('slow'))", "llm_query('a')\nwhile True: pass"
+    one, late = run(asks, loops, on_query=slow, seconds=0.1)
+    assert one == Result(stdout="slow\n")  # a tenth of 1.2 s would be too much
+    assert late.died == "timeout" and 0.1 <= late.seconds < 1
     forged = "s = FINAL.__self__.worker.sock\ns.sendall(b'\\0\\0\\0\\1T0')"
     assert run(forged)[0].died == "protocol"  # no worker sets its own clock
 
 
 def test_a_busy_machine_ends_no_block_and_sleeping_ends_one_late():
     """Each of 12 blocks needs half of its seconds, of a machine with fewer cores."""
-    busy = "import time\nwhile time.process_time() < 0.7: pass\nFINAL(1)"
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nFINAL(1)"
 
     async def one(code, seconds):
         async with REPL("", limits=Limits(seconds=seconds)) as repl:
             return await repl.execute(code)
 
     async def go():
-        many = [one(busy, 1.4) for _ in range(12)]
+        many = [one(busy, 0.6) for _ in range(12)]
         return await asyncio.gather(*many, one("import time; time.sleep(99)", 0.1))
 
     *results, slept = asyncio.run(go())
     assert [r.final for r in results] == [1] * 12
-    assert all(0.5 < r.seconds < 1.4 for r in results)
+    assert all(0.2 < r.seconds < 0.6 for r in results)
     assert slept.died == "timeout" and 0.1 <= slept.seconds < 1
 
 
 def test_processes_of_a_block_count_together():
-    code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-    result = run(code, seconds=2)[0]
-    assert result.died == "timeout" and 2 <= result.seconds < 4
+    """The first one sleeps: by the wall clock it would have five seconds."""
+    start = time.monotonic()
+    code = "import os, time\nif os.fork(): time.sleep(99)\nwhile True: pass"
+    assert run(code, seconds=0.5)[0].died == "timeout"
+    assert time.monotonic() - start < 4
 
 
 def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
@@ -300,7 +297,7 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
         return [""]
 
     async def go():
-        async with REPL("", limits=Limits(seconds=1, sandbox=mode)) as repl:
+        async with REPL("", limits=Limits(seconds=0.4, sandbox=mode)) as repl:
             block = asyncio.create_task(repl.execute(fork + forever, note))
             while not pids:
                 assert not block.done(), block
@@ -308,7 +305,7 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
             await asyncio.sleep(0.05)
             eventually(lambda: not any(map(alive, pids)), 60)  # blocks like a forward pass
             result = await block
-            assert result.died == "timeout" and "more than 1 s" in result.error
+            assert result.died == "timeout" and "more than 0.4 s" in result.error
 
     asyncio.run(go())
 
