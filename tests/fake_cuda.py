@@ -139,11 +139,11 @@ def sample(rank=0, copy=False, flash=True):
 
     async def requests():
         await sampler.generate([5] * 300, 3)
-        await asyncio.gather(*(sampler.generate([5] * 300 + [i] * 40, 2) for i in range(5)))
+        await asyncio.gather(*(sampler.generate([5] * 300 + [i] * 40, 2) for i in range(3)))
 
     asyncio.run(requests())
     sampler.load(model_of(rank) if sampler.owns else sampler.model)
-    assert sampler.stats["sampled"] == 13 and sampler.stats["reused"] > 0
+    assert sampler.stats["sampled"] == 9 and sampler.stats["reused"] > 0
     assert isinstance(sampler.attention, pages.FlashPages) == flash
     assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
 
