@@ -13,7 +13,7 @@ from tokenizer import CHATML, MARKERS, NORMALIZER, NO_THINKING, STEPS, Tokenizer
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,
          "The answer is in the paper; don't guess the answer.\n\n" * 30,
-         "Ёлка, élan, 日本語のテキスト 👩‍👧 12345\r\n",
+         "Ёлка, élan, 日本語のテキスト 👩‍👧 12345\r\n" + "\n" * 99,
          " ".join(a + b + c for a in "bdfgk" for b in ("ai", "oo", "e") for c in "lmnst")]
 
 
