@@ -325,7 +325,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
 
 def test_a_match_is_the_longest_cached_prefix():
     """Against a search through all pages, while requests come, grow and go."""
-    for seed in range(500):
+    for seed in range(150):
         rng = random.Random(seed)
         size, running, prefixes = rng.choice([1, 3, 8]), [], {}
         pages = Pages(12, size)
@@ -357,18 +357,6 @@ def test_a_match_is_the_longest_cached_prefix():
             if running and rng.random() < 0.6:
                 for page in reversed(running.pop(rng.randrange(len(running))).pages):
                     pages.release(page)
-
-
-def test_prompts_of_one_step_do_not_disturb_each_other(attention):
-    async def main():
-        sampler = make()
-        rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
-        done = await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
-        assert sampler.stats["steps"] == 4  # all prompts in the first
-        for row, got in zip(rows, done):
-            ids, logprobs = naive_greedy(MODEL, row, 4)
-            assert got.ids == ids and close(got.logprobs, logprobs)
-    asyncio.run(main())
 
 
 def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
@@ -517,6 +505,14 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
     asyncio.run(main())
 
 
+async def works(sampler, model=MODEL):
+    """Whether it serves requests as if nothing had happened."""
+    rows = [[i, 2, 3] for i in range(5)]
+    done = gather(*(sampler.generate(row, 5, temperature=0) for row in rows))
+    return [got.ids for got in await asyncio.wait_for(done, 20)] == [
+        naive_greedy(model, row, 5)[0] for row in rows]
+
+
 def test_after_logits_that_are_not_finite_the_sampler_works_again():
     """Their keys and values do not reach the next requests through the pool."""
     poison, sick = 11, build(tied=False)
@@ -528,8 +524,7 @@ def test_after_logits_that_are_not_finite_the_sampler_works_again():
         for _ in range(3):
             bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, temperature=0))
             assert isinstance(bad, SamplerError) and "finite" in str(bad)
-            good = await sampler.generate([1, 2], 4, temperature=0)
-            assert good.ids == naive_greedy(sick, [1, 2], 4)[0]
+            assert await works(sampler, sick)
     asyncio.run(main())
 
 
@@ -546,11 +541,9 @@ def test_after_an_exception_in_the_model_the_sampler_works_again(monkeypatch):
             return hidden(*args)
 
         monkeypatch.setattr(sampler.model, "hidden", failing)
-        rows = [[2, 3, i] for i in range(5)]
-        done = await gather(*(sampler.generate(row, 30) for row in rows))
+        done = await gather(*(sampler.generate([2, 3, i], 30) for i in range(5)))
         assert all(isinstance(got, SamplerError) and "no room" in str(got) for got in done)
-        done = await gather(*(sampler.generate(row, 6, temperature=0) for row in rows))
-        assert [got.ids for got in done] == [naive_greedy(MODEL, row, 6)[0] for row in rows]
+        assert await works(sampler)
     asyncio.run(main())
 
 
@@ -566,10 +559,4 @@ def test_a_loop_that_ends_under_running_requests_leaves_a_sampler_that_works():
     tasks = asyncio.run(abandoned())
     assert all(task.cancelled() for task in tasks)
     sampler.load(MODEL)  # which raises if a request counted as running
-
-    async def main():
-        rows = [[i, 2, 3] for i in range(5)]
-        done = await asyncio.wait_for(
-            gather(*(sampler.generate(row, 5, temperature=0) for row in rows)), 20)
-        assert [got.ids for got in done] == [naive_greedy(MODEL, row, 5)[0] for row in rows]
-    asyncio.run(main())
+    assert asyncio.run(works(sampler))
