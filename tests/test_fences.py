@@ -6,7 +6,6 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from conftest import FLAT, SHORT, command
 
 import eval as evaluation

@@ -14,7 +14,7 @@ import tasks
 from rlm import RLMConfig, collect, rollout, tiny_rlm
 from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
                    reward)
-from tasks.evidence import SHORTEST, mark
+from tasks.evidence import SHORTEST
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
 from tasks.questions import read
@@ -32,18 +32,13 @@ def made(kind, n=1, tokens=2_000):
     return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
 
 
-def papers_of(context, gold):
-    return Task("t", "evidence", "q", context, gold)
-
-
 def play(task, script, tokenizer=None, **config):
     policy = scripted(lambda node, key: script(task, node), tokenizer)
     return asyncio.run(rollout(task, policy, tokenizer, RLMConfig(**config)))
 
 
 def marks(context, spans_of):
-    """The slow reference: every (paper, position) that any occurrence of any span
-    covers."""
+    """Slowly: every (paper, position) that any occurrence of any span covers."""
     found = set()
     for paper, text in context.items():
         for span in spans_of(paper):
@@ -66,7 +61,7 @@ def test_the_score_agrees_with_a_set_of_marked_positions():
                    for name in "pqr"}
         gold = {name: [part_of(text)] for name, text in context.items()}
         answer = [part_of(text) for text in context.values()]
-        task = papers_of(context, gold)
+        task = Task("t", "evidence", "q", context, gold)
         counted = [span for span in answer if len(span) >= SHORTEST or [span] in
                    gold.values()]
         wanted = marks(context, lambda paper: task.answer[paper])
@@ -78,22 +73,12 @@ def test_the_score_agrees_with_a_set_of_marked_positions():
     assert len(set(scores)) > 50
 
 
-def test_the_gold_scores_1_in_any_nesting_and_an_echo_what_is_stated():
+def test_the_gold_of_papers_scores_1_in_any_nesting_and_an_echo_less_than_half():
     for task in [*made("evidence", 5), *read(PAPERS, evidence)]:
         gold = [s for sentences in task.answer.values() for s in sentences]
         for answer in (gold, [[[s]] for s in gold], [f"\n {s} " for s in gold]):
             assert reward(task, answer) == 1.0
-        marked = sum(mark(text, task.answer.get(name, ())).count(1)
-                     for name, text in task.context.items())
-        p = marked / sum(map(len, task.context.values()))
-        echo = reward(task, list(task.context.values()))
-        assert echo == pytest.approx(2 * p / (1 + p)) and echo < 0.5
-
-
-def test_pieces_too_short_to_be_an_answer_score_0():
-    """The alphabet is in every text. What is short counts if it is gold."""
-    short = papers_of({"p": "Yes. A long sentence."}, {"p": ["Yes.", "A long sentence."]})
-    assert reward(short, list("Yes. Along")) == 0.0 and 0 < reward(short, ["Yes."]) < 1
+        assert reward(task, list(task.context.values())) < 0.5
 
 
 # (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
@@ -260,17 +245,6 @@ def test_nothing_degenerate_beats_the_honest_script(kind):
             assert len(list(root.walk())) <= 8
             scores.append(reward(task, root.answer))
         assert max(scores) <= 0.5
-
-
-@pytest.mark.parametrize("root, child, score", [
-    ("filter", "exact", 1.0), ("all", "exact", 1.0), ("forget", "exact", 0.0),
-    ("search", "exact", 1.0)])
-def test_the_right_demonstration_scores_1(root, child, score):
-    def script(task, node):
-        return evidence.strategy_code(task, node, child if node.depth else root)
-
-    for task in made("evidence", 2):
-        assert reward(task, play(task, script).answer) == score
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():

@@ -25,11 +25,8 @@ def of(config=QWEN3_4B, **changes):
 
 
 def test_qwen3_4b_by_hand():
-    need = of().need()
     P = 4_022_468_096
-    assert of().parameters[0] == P and of().parameters[3] == 0
-    assert (need["weights"], need["gradients"], need["optimizer"]) == (4 * P, 4 * P, 8 * P)
-    assert need["sampler copy"] == 2 * P and need["KV cache"] % (147_456 * 8192) == 0
+    assert of().parameters[0] == P and of().need()["sampler copy"] == 2 * P
     # In float32 the sampler computes with the trainer's weights.
     assert of(dtype=torch.float32).need()["sampler copy"] == 0
     assert of(rank=16, apart=True).need()["sampler copy"] == 0
@@ -68,8 +65,7 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("rank", [0, 1, 16])
+@pytest.mark.parametrize("rank, tied", [(0, False), (16, True)])
 def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     config = replace(SMALL, tie_word_embeddings=tied, model_type=family)
     model = Qwen3(config)
@@ -150,9 +146,6 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
 
 def test_a_plan_is_changed_as_little_as_makes_it_fit():
     """In the order of what each change costs."""
-    roomy = of(recompute=False, have=10_000 * GB)
-    assert roomy.fitted() == roomy
-    assert of(recompute=False, have=150 * GB).fitted() == of(have=150 * GB)
     lora = of(rank=16, recompute=False)
     seen = []
     for half in range(400, 16, -1):

@@ -1,7 +1,6 @@
 """The recursion, with scripted policies and the real REPL; then the trained tiny model."""
 import asyncio
 import json
-import os
 import random
 import re
 from pathlib import Path

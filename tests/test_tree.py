@@ -54,7 +54,7 @@ def test_ids_mask_and_logprobs_are_the_turns_joined():
 
 
 def test_a_ragged_tree_survives_the_file(tmp_path):
-    path, again = str(tmp_path / "trees.jsonl"), str(tmp_path / "again.jsonl")
+    path = str(tmp_path / "trees.jsonl")
     task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
     written = [Rollout(task, "g", ragged(), 0.1 + 0.2),
                Rollout(task, "h", Node(end="failed"), 0.0, "OSError('lost')")]
@@ -65,11 +65,6 @@ def test_a_ragged_tree_survives_the_file(tmp_path):
 
     assert list(map(fields, read_rollouts(path, Task))) == list(map(fields, written))
     assert Path(path).read_bytes().isascii()
-
-    untyped = read_rollouts(path)
-    assert untyped[0].task == vars(task)
-    write_rollouts(again, untyped)
-    assert Path(again).read_bytes() == Path(path).read_bytes()
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
@@ -126,5 +121,4 @@ def test_render_shows_every_node_indented_and_cuts_what_is_long():
     heads = [line.split("  (")[0] for line in shown.splitlines() if "┌" in line]
     assert heads == ["┌ root", "│  ┌ rlm 0", "│  ┌ llm 1", "│  ┌ rlm 2",
                      "│  │  ┌ rlm 2.0", "│  │  ┌ rlm 2.1"]
-    assert "… 35 more lines" in shown
     assert "line 4 " in shown and "line 5 " not in shown
