@@ -105,12 +105,6 @@ trainer, server, port, secret, home, root = {world}
 INSIDE = "assert os.readlink('/proc/self/ns/pid') != {ours!r}, 'no process namespace'\n"
 
 LOOP = "\nwhile True: pass"
-STOP = """
-def stop(*_): raise ZeroDivisionError
-signal.signal(signal.SIGALRM, stop)
-"""
-# The code's own signal handlers run at any time: what is asked is that the client hears.
-ANYHOW = "prints | error ZeroDivisionError | timeout | protocol | crash"
 IGNORE = """
 for s in range(1, 65):
     try: signal.signal(s, signal.SIG_IGN)
@@ -190,27 +184,17 @@ PROTOCOL = [
          "protocol | error Too many references", seconds=5),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
     case("threads-ask-for-ever", ASK_ON + "FINAL(1)", "final 1", queries=100),
-    wild("signals-end-queries", STOP + "for i in range(1000):\n  try:\n"
-         "    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + i % 100))\n"
-         "    while True: llm_query('a')\n  except ZeroDivisionError: pass\n",
-         ANYHOW, queries=10 ** 6),
     case("query-in-a-recursion", "sys.setrecursionlimit(150)\n"
          "def f(n): return llm_query(str(n)) + f(n + 1)\nf(0)",
          "error RecursionError", queries=1000),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
-    case("odd-queries",
-         "print(rlm_query_batched([None, b'', float('nan')], [{1}, print, '\\ud800'"
-         "]))", "prints ['ok', 'ok', 'ok']"),
 ]
 
 STATE = [
     case("exit-function", "exit()", "error SystemExit"),
     case("surrogates-printed", r"print('\udfff')", "prints \udfff\n"),
     case("import-the-repl", "import repl", "error ModuleNotFoundError"),
-    answers("modules",
-            "sorted({'torch', 'repl', 'sandbox', 'util', 'asyncio'} & {*sys.modules})",
-            "[]"),
     case("no-import", "import builtins; del builtins.__import__, builtins.__build_class__",
          "prints"),
     case("json-dumps", "json.dumps = lambda *a, **k: 'null'", "protocol"),
@@ -223,11 +207,9 @@ STATE = [
 
 ODD = {"\ud800 \udfff": ["a\0b\0", float("nan"), None, [], "\r\n\x85\u2028" * 200]}
 VALUES = [
-    answers("nested", "(1, [2.5, (None, True)], {'a': 'b', 1: {3}})",
-            '[1, [2.5, [null, true]], {"a": "b", "1": [3]}]'),
-    answers("bytes", "b'\\xff\\0'", json.dumps(r"b'\xff\x00'")),
-    answers("keys", "{1: 'a', '1': 'b', None: 'c', (2,): 'd'}",
-            '{"1": "b", "None": "c", "(2,)": "d"}'),
+    answers("nested", "(1, [2.5, (None, True)], {'a': b'b', 1: {3}, (2,): len})",
+            """[1, [2.5, [null, true]], {"a": "b'b'", "1": [3], """
+            """"(2,)": "<built-in function len>"}]"""),
     answers("odd-context", "context", json.dumps(ODD), context=ODD),
     case("deep", DEEP % 300 + "FINAL(x)", f"final {DEEP_JSON}"),
     case("large-integer", "FINAL(10 ** 5000)", "error ValueError"),
@@ -290,57 +272,44 @@ async def ok(kind, prompts, contexts):
     return ["ok"] * len(prompts)
 
 
-@dataclass
-class World:
-    """What cases may attack or look for, and what they must not reach."""
-
-    mode: str
-    port: int
-    secret: str
-    connections: int = 0
-
-    def prepare(self):
-        places = (os.getpid(), Handle.current.process.pid, self.port, self.secret,
-                  os.path.expanduser("~"), str(ROOT))
-        inside = INSIDE.format(ours=os.readlink("/proc/self/ns/pid"))
-        return PREPARE.format(world=places) + inside * (self.mode == "require")
-
-    def connected(self, reader, writer):
-        self.connections += 1
-        writer.close()
-
-
 @contextlib.asynccontextmanager
 async def a_world(mode, tmp_path):
-    """A fresh server, a secret in the environment and in a file, somebody who listens."""
+    """A fresh server, a secret in the environment and in a file, somebody who listens.
+    Gives the block that runs before each case, and the list of who connected."""
     Handle.stop()
-    secret = tmp_path / "secret"
+    secret, connected = tmp_path / "secret", []
     secret.write_text("hush")
-    os.environ["SECRET_TOKEN"] = "hush"
-    world = World(mode, 0, str(secret))
-    try:
-        listener = await asyncio.start_server(world.connected, "127.0.0.1", 0)
-        async with listener:
-            world.port = listener.sockets[0].getsockname()[1]
+
+    def connect(reader, writer):
+        connected.append(writer)
+        writer.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET_TOKEN", "hush")
+        async with await asyncio.start_server(connect, "127.0.0.1", 0) as listener:
             async with REPL("", limits=limits_of(mode)) as repl:
                 await repl.execute("")  # starts the server
             await asyncio.sleep(0.3)  # until that REPL is gone
-            yield world
-    finally:
-        del os.environ["SECRET_TOKEN"]
+            port = listener.sockets[0].getsockname()[1]
+            prepare = PREPARE.format(world=(
+                os.getpid(), Handle.current.process.pid, port, str(secret),
+                os.path.expanduser("~"), str(ROOT)))
+            if mode == "require":
+                prepare += INSIDE.format(ours=os.readlink("/proc/self/ns/pid"))
+            yield prepare, connected
 
 
 def limits_of(mode, **more):
     return Limits(**{**SMALL, **more}, sandbox=mode)
 
 
-async def play(case, world):
+async def play(case, mode, prepare):
     """Play a case and the block after it. Returns what is wrong, or ""."""
-    limits = limits_of(world.mode, **case.limits)
+    limits = limits_of(mode, **case.limits)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(9):  # a busy machine may take longer than TIGHT for this already
             repl = await stack.enter_async_context(REPL(case.context, limits=limits))
-            ready = await repl.execute(world.prepare())
+            ready = await repl.execute(prepare)
             if ready.died != "timeout":
                 break
         assert ready == Result(), ready
@@ -377,12 +346,12 @@ async def eventually(condition, seconds=60.0):
         await asyncio.sleep(0.2)
 
 
-async def one(case, world, places):
+async def one(case, mode, prepare, places):
     """What is wrong with a case."""
     async with places:
         try:
             async with asyncio.timeout(300):
-                return await play(case, world)
+                return await play(case, mode, prepare)
         except Exception as error:  # the trainer's side must never raise for what code does
             return f"raised {error!r}"
 
@@ -396,13 +365,14 @@ def played(mode, tmp_path):
     """All cases of a mode, 16 at a time: what is wrong with each, and what is left."""
 
     async def go():
-        async with a_world(mode, tmp_path) as world:
+        async with a_world(mode, tmp_path) as (prepare, connected):
             before, places = left(), asyncio.Semaphore(16)
             cases = sorted(cases_of(mode), key=lambda c: "timeout" not in c.expect)
-            wrong = await asyncio.gather(*[one(case, world, places) for case in cases])
-            assert not await one(answers("next", "context", '"c"'), world, places)
+            wrong = await asyncio.gather(*[
+                one(case, mode, prepare, places) for case in cases])
+            assert not await play(answers("next", "context", '"c"'), mode, prepare)
             await eventually(lambda: left() == before)
-            leaks = before, left(), world.connections
+            leaks = before, left(), len(connected)
             return {c.name: w for c, w in zip(cases, wrong)}, leaks
 
     try:
