@@ -104,9 +104,8 @@ def test_builtins_are_put_back():
     spoil = "context = FINAL = llm_query = tool = SECRET = print = None; __builtins__ = {}"
     more = "import builtins; builtins.len = None; del FINAL_VAR, rlm_query, builtins.max"
     last = "FINAL([context, len(context), tool(), max(1, 2)])"
-    *_, result = run(more, spoil, "del print", last, tools=tools)
+    *_, result = run(more, spoil, "globals().clear()", last, tools=tools)
     assert result.final == ["the context", 11, 7, 2]
-    assert run("globals().clear()", "FINAL(context)")[1].final == "the context"
 
 
 def test_annotations_need_no_imports():
@@ -138,9 +137,8 @@ def test_final_var(argument, answer):
 
 
 @pytest.mark.parametrize("code, answer", [
-    ("{'a'}", ["a"]), ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", ["b", 1]),
-    ("range(3)", [0, 1, 2]), ("{'a': 1}.keys()", ["a"]),
-    ("numpy.int64(3)", 3), ("numpy.float32(0.5)", 0.5), ("numpy.bool_(True)", True),
+    ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", ["b", 1]), ("range(3)", [0, 1, 2]),
+    ("{'a': 1}.keys()", ["a"]), ("numpy.int64(3)", 3), ("numpy.bool_(True)", True),
     ("numpy.arange(2000)", list(range(2000))), ("[numpy.ones((2, 1))]", [[[1.0], [1.0]]]),
     ("collections.deque([1, 2])", [1, 2]),
     ("collections.Counter('aab')", {"a": 2, "b": 1})])
@@ -169,11 +167,10 @@ def test_what_is_wrong_is_an_error_inside(code, error):
 
 def test_a_draft_of_the_answer_comes_with_every_result():
     results = run("x = 1", "answer['content'] = [1, {2}]", "1 / 0",
-                  "answer['content'] = ''", "answer['content'] = 'x' * 200",
-                  "answer['content'] = (i for i in 'a')",
-                  "answer = 5", "answer = {'content': 7}", answer_chars=100)
+                  "answer['content'] = 'x' * 200", "answer = 5", "answer = {'content': 7}",
+                  answer_chars=100)
     drafts = [result.draft for result in results]
-    assert drafts == [None, [1, [2]], [1, [2]], None, None, None, None, 7]
+    assert drafts == [None, [1, [2]], [1, [2]], None, None, 7]
 
 
 def test_answer_variable():
@@ -186,10 +183,8 @@ def test_answer_variable():
 @pytest.mark.parametrize("code, answer", [
     ("llm_query('a')", ["llm", "a", None]),
     ("llm_query_batched(['a', 2])", [["llm", "a", None], ["llm", "2", None]]),
-    ("rlm_query('a')", ["rlm", "a", None]),
     ("rlm_query('a', {'k': ('v',)})", ["rlm", "a", {"k": ["v"]}]),
     ("rlm_query_batched('a', ['b', 'c'])", [["rlm", "a", "b"], ["rlm", "a", "c"]]),
-    ("rlm_query_batched('a')", [["rlm", "a", None]]),
     ("rlm_query_batched(['a', 'b'])", [["rlm", "a", None], ["rlm", "b", None]]),
     ("[rlm_query_batched([], []), llm_query_batched([])]", [[], []]),
 ])
@@ -223,8 +218,7 @@ def test_a_handler_that_ends_the_wait_for_an_answer_ends_the_repl():
 
 
 def test_queries_that_are_too_many_or_that_nobody_answers_are_error_strings():
-    alone = run("print(llm_query('a'))")[0].stdout
-    assert "Error: this REPL has no model" in alone
+    assert "Error: this REPL has no model" in final("FINAL(llm_query('a'))")
     code = "print(len(llm_query_batched(['a'] * 3))); print(llm_query_batched([1, 2]))"
     for result in run(code, code, on_query=echo, queries=4):
         assert result.stdout.startswith("3\n['Error: a block may ask 4 queries")
@@ -270,13 +264,6 @@ def test_processes_of_a_block_count_together():
     assert time.monotonic() - start < 4
 
 
-def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
-    repl = REPL("")
-    closed = asyncio.run(repl.execute("import sys; sys.stdout.close(); print('on')"))
-    assert closed == Result(stdout="on\n")
-    assert asyncio.run(repl.execute("print('and on')")).stdout == "and on\n"
-
-
 def test_a_failing_query_is_the_machines_failure():
     async def fails(*_):
         raise OSError("no such model")
@@ -308,16 +295,6 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
             assert result.died == "timeout" and "more than 0.4 s" in result.error
 
     asyncio.run(go())
-
-
-def test_a_worker_that_dies_while_its_context_arrives():
-    async def go():
-        with pytest.raises(REPLError, match="did not start.*(MemoryError|ended)"):
-            await REPL("x" * (30 << 20), limits=Limits(memory_mb=60)).execute("")
-        async with REPL("y", limits=Limits()) as repl:
-            assert (await repl.execute("FINAL(context)")).final == "y"
-
-    asyncio.run(asyncio.wait_for(go(), 20))
 
 
 def test_a_start_that_fails_is_the_machines_failure():
@@ -395,8 +372,10 @@ asyncio.run(start("off"))
 print(Handle.current.process.pid, Handle.current.base, flush=True)
 os.kill(os.getpid(), 9)
 """
-def program(*command):
-    return subprocess.run(command, text=True, capture_output=True, cwd=ROOT)
+
+
+def program(*command, **more):
+    return subprocess.run(command, text=True, capture_output=True, cwd=ROOT, **more)
 
 
 def test_where_the_kernel_refuses():
@@ -407,32 +386,6 @@ def test_where_the_kernel_refuses():
     auto, required, off = done.stdout.splitlines()
     assert auto == off == "it runs" and "lost" in required
     assert done.stderr.count("the sandbox has no namespaces") == 2  # it says why
-
-
-def test_without_free_descriptors_one_repl_is_refused_and_the_others_go_on():
-    code = """if True:
-        import asyncio, os, resource
-        from repl import Handle, REPL, REPLError
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
-
-        async def go():
-            repls, refused = [REPL("") for _ in range(30)], 0
-            for repl in repls:
-                try:
-                    await repl.execute("")
-                except REPLError:
-                    refused += 1
-            assert 0 < refused < 10
-            assert (await repls[0].execute("FINAL(1)")).final == 1
-
-        asyncio.run(go())
-        if os.fork() == 0:
-            raise SystemExit  # runs what the parent registered for its exit
-        os.wait()
-        assert os.path.exists(Handle.current.base)
-        print("well")"""
-    done = program(sys.executable, "-c", code)
-    assert done.stdout == "well\n", done.stderr
 
 
 def test_the_end_of_the_client_ends_its_server():
@@ -448,27 +401,11 @@ def test_trees_are_counted_by_the_limit_of_open_files(monkeypatch):
 
 # --- the command line ---------------------------------------------------------------------
 
-def shell(*args):
-    return subprocess.Popen(
-        [sys.executable, "-u", ROOT / "repl.py", *args], cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_an_empty_line_runs_the_lines_above_it():
     blocks = ["def f(n):\n    return n * 2\nprint(f(21))", "x = context[:3]",
               "f(1) / 0", "FINAL([x, 'end'])", "print('never')"]
-    done = shell("README.md")
-    shown, errors = done.communicate("".join(f"{block}\n\n" for block in blocks), 60)
-    assert (done.returncode, errors) == (0, "")
-    assert "42\n" in shown and "ZeroDivisionError" in shown
-    assert shown.endswith(f"{[(ROOT / 'README.md').read_text()[:3], 'end']}\n")
-
-
-def test_ctrl_c_ends_the_session_even_while_a_block_runs():
-    session = shell()
-    session.stdin.write("print('begun')\n\nimport time; time.sleep(600)\n\n")
-    session.stdin.flush()
-    while "begun" not in session.stdout.readline():
-        pass
-    session.send_signal(signal.SIGINT)
-    assert session.wait(60) == 0
+    lines = "".join(f"{block}\n\n" for block in blocks)
+    done = program(sys.executable, "repl.py", "README.md", input=lines)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "42\n" in done.stdout and "ZeroDivisionError" in done.stdout
+    assert done.stdout.endswith(f"{[(ROOT / 'README.md').read_text()[:3], 'end']}\n")
