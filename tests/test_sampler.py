@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,10 +151,9 @@ def slow_decode(q, keys, values, lengths, tables):
 
 
 def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
-                seqused_k, block_table, num_splits=None, unsplit=16):
+                seqused_k, block_table, num_splits=None):
     """What torch says of varlen_attn over pages: each token is a request that decodes. And
-    what it does where it splits more than `unsplit` keys: all requests write to one place.
-    On a GPU these are 128 keys, or 256."""
+    what it does if it may split keys: all requests write to one place."""
     assert window_size == (-1, 0) and enable_gqa and (SPLITS or num_splits is None)
     assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
     new = starts.diff()
@@ -165,7 +163,7 @@ def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enabl
     after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
     lengths = (seqused_k[row] - after + 1).int()
     out = slow_decode(q, keys, values, lengths, block_table[row].contiguous())
-    if SPLITS and num_splits != 1 and longest > unsplit:
+    if SPLITS and num_splits != 1:
         parts, out = out.split(new.tolist()), torch.zeros_like(out)
         for part in parts:
             out[:len(part)] = part
@@ -266,18 +264,6 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
         assert ("slower" in capsys.readouterr().out) == (attention != "rows")
 
 
-@pytest.mark.skipif(not SPLITS, reason="varlen_attn never splits keys over pages")
-@pytest.mark.parametrize("attention", ["packed"], indirect=True)
-def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
-    """Of as many as a GPU splits."""
-    monkeypatch.setattr(engine.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
-    model = build(max_position_embeddings=384)
-    for told, right in ((engine.pages.UNSPLIT, engine.pages.FlashPages),
-                        ({}, engine.pages.GatheredRows)):
-        monkeypatch.setattr(engine.pages, "UNSPLIT", told)
-        assert type(make(model, window=384, page=256).attention) is right
-
-
 def in_a_process(code, **environment):
     """Triton reads its variables once, and fake tensors need patches."""
     tests = Path(__file__).parent
@@ -359,26 +345,6 @@ def test_a_match_is_the_longest_cached_prefix():
                     pages.release(page)
 
 
-def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
-    """Three levels of a tree in a pool of one window: the oldest is never preempted."""
-    async def node(sampler, depth, key):
-        row = [1, 2, 3, 4, 5, depth]
-        for turn in range(2):
-            got = await sampler.generate(row, 6, key=(*key, turn))
-            row = row + list(got.ids) + [6, 7]
-            if depth < 2:
-                children = (node(sampler, depth + 1, (*key, i)) for i in range(2))
-                await asyncio.gather(*children)
-
-    async def main():
-        sampler = make(tokens=WINDOW, batch=16)
-        await asyncio.wait_for(gather(*(node(sampler, 0, (i,)) for i in range(3))), 120)
-        check_at_rest(sampler)
-        return sampler.stats["preemptions"]
-
-    assert asyncio.run(main()) > 0
-
-
 @pytest.mark.parametrize("page", [1, 64])
 def test_on_pages_of_any_size_every_position_is_computed_once(attention, page):
     """Roots with one prompt, turns that append, children with their own system prompt."""
@@ -421,23 +387,12 @@ def test_tokens_come_as_often_as_the_tempered_softmax_says(temperature):
     assert close(logprobs, logits[0].log_softmax(-1)[new].tolist())
 
 
-@pytest.mark.parametrize("pool, length, max_tokens, sampled, stop", [
-    (4096, 3, 10, 10, "length"), (4096, WINDOW - 10, 10, 10, "length"),
-    (4096, WINDOW - 10, 11, 10, "window"), (24, 20, 99, 4, "window")])
-def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_window_or_pool(
-        pool, length, max_tokens, sampled, stop):
-    ids = [1 + i % 7 for i in range(length)]
-    got = asyncio.run(make(tokens=pool).generate(ids, max_tokens, temperature=0))
-    assert (len(got.ids), got.stop) == (sampled, stop)
-    assert got.ids == naive_greedy(MODEL, ids, sampled)[0]
-    assert got.usage == {"prompt": length, "sampled": sampled}
-
-
 def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestricted_one():
     def message(**more):
         return asyncio.run(make().generate([1, 2, 3], 30, key=(7,), **more))
 
     whole = message()
+    assert (whole.stop, whole.usage) == ("length", {"prompt": 3, "sampled": 30})
     for n in (1, 4, 30):
         got = message(is_over=lambda ids: len(ids) == 3 + n)
         assert got.ids == whole.ids[:n] and got.stop == "block"
