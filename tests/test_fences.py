@@ -56,17 +56,6 @@ def rooms(names):
     return {name.split(".")[0] for name in names} & {*TOP, *FOLDERS}
 
 
-def test_the_reader_of_imports(tmp_path):
-    file = tmp_path / "a.py"
-    file.write_text("try:\n    import torch.nn as x\nexcept ImportError:\n    pass\n"
-                    "from engine import pages\nclass A:\n    from tree import Node\n"
-                    "def f():\n    import model\n    import_module('experiments.chart')\n"
-                    "    return load_function('baselines/objectives.py:rao', 'f').tree\n")
-    outside = {"torch.nn", "engine.pages", "tree"}
-    assert imports(file, inside_functions=False) == outside
-    assert imports(file) == outside | {"model", "experiments.chart", "baselines.objectives"}
-
-
 def test_the_top_level_has_nine_scripts_and_util():
     assert {path.stem for path in ROOT.glob("*.py")} == TOP
 

@@ -199,16 +199,6 @@ def test_weights_in_several_files_are_found_by_their_index(saved):
     assert same(Qwen3.from_pretrained(saved), build())
 
 
-def test_the_dtype_asked_for_is_the_one_computed_in_and_saved(saved, tmp_path):
-    half = Qwen3.from_pretrained(saved, dtype=torch.bfloat16)
-    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
-    assert half(some_ids(half)).dtype == torch.bfloat16
-    half.save_pretrained(tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert config["torch_dtype"] == "bfloat16"
-    assert same(Qwen3.from_pretrained(tmp_path / "b", dtype=torch.bfloat16), half)
-
-
 def rewrite(path, **changes):
     """Change fields of a JSON file; `...` removes one."""
     raw = {**json.loads(path.read_text()), **changes}
@@ -224,14 +214,6 @@ def test_a_field_that_is_null_is_a_missing_field(tmp_path):
 
 # --- checkpoints that cannot be read ------------------------------------------------------
 
-def refusal(path):
-    """The one line with which a directory is refused."""
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        Qwen3.from_pretrained(str(path))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name, content", [
     ("config.json", None), ("config.json", b"{}"), (WEIGHTS, None), (WEIGHTS, b"half"),
     (INDEX, b"{")])
@@ -240,7 +222,8 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
         (saved / name).unlink()
     else:
         (saved / name).write_bytes(content)
-    assert str(saved) in refusal(saved)
+    with pytest.raises((ValueError, FileNotFoundError), match=str(saved)):
+        Qwen3.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("field, value", [
@@ -250,8 +233,8 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
     ("hidden_size", ...)])
 def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     rewrite(saved / "config.json", **{field: value})
-    line = refusal(saved)
-    assert str(saved / "config.json") in line and field in line
+    with pytest.raises(ValueError, match=f"config.json: .*{field}"):
+        Qwen3.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("name, tensor", [
@@ -260,7 +243,8 @@ def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
 def test_a_tensor_that_does_not_fit_is_named(saved, name, tensor):
     tensors = load_file(saved / WEIGHTS) | {name: tensor}
     save_file({n: w for n, w in tensors.items() if w is not None}, saved / WEIGHTS)
-    assert name in refusal(saved)
+    with pytest.raises(ValueError, match=name):
+        Qwen3.from_pretrained(saved)
 
 
 def test_logits_are_float32_where_layers_compute_in_bfloat16():

@@ -13,12 +13,6 @@ EVIL = ("</script><script>document.title='PWNED'</script>",
 HOSTILE = "\n".join(EVIL)
 
 
-def row(method, length, score):
-    return {"task": "evidence", "method": method, "length": length, "n": 8, "failed": 0,
-            "score": score, "low": score, "high": score, "in": 10.0, "out": 3.0,
-            "nodes": 2.0, "seconds": 0.1, "ends": {"final": 8}}
-
-
 def tree(text, children=0):
     root = Node(answer={"a": [text]}, end="final")
     for role in ("system", "user", "assistant"):
@@ -30,20 +24,12 @@ def tree(text, children=0):
     return Rollout(Task("t", "evidence", text, None, [text]), "t", root, 0.5, "")
 
 
-def hostile_page():
-    """Everything that can come from outside is hostile."""
-    first, second = tree(HOSTILE, children=3), tree("plain")
-    pair = {"task": HOSTILE, "length": 2000, "a": HOSTILE, "b": HOSTILE, "n": 3,
-            "difference": 0.1, "low": -0.1, "high": 0.3}
-    return report.page(
-        HOSTILE, {HOSTILE: HOSTILE}, [row(HOSTILE, 2000, 0.2) | {"task": HOSTILE}],
-        trees=[(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)],
-        metrics=[{"phase": "grpo", "step": i, "reward": i / 9} for i in range(9)],
-        advantages={node: 1.25 for node in first.root.walk()}, differences=[pair])
-
-
 def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
-    page = hostile_page()
+    first, second = tree(HOSTILE, children=3), tree("plain")
+    page = report.page(
+        HOSTILE, {HOSTILE: HOSTILE}, [],
+        trees=[(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)],
+        advantages={node: 1.25 for node in first.root.walk()})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
     assert "default-src 'none'" in page and "innerHTML" not in page

@@ -91,15 +91,6 @@ def test_a_mistake_in_a_file_ends_in_that_file(letters):
     assert not util.is_theirs(ZeroDivisionError())
 
 
-def test_two_tasks_of_one_name_are_refused(letters, tmp_path):
-    tasks.load(letters)
-    (tmp_path / "other").mkdir()
-    for name in ("niah.py", Path(letters).name):
-        (tmp_path / "other" / name).write_text(LETTERS)
-        with pytest.raises(ValueError, match="rename the file"):
-            tasks.load(str(tmp_path / "other" / name))
-
-
 FIVE = "One one. Two two. Three WORD three. Four four. Five five."
 TIDES = "A tide came. A tide went. Quiet now. A tide came."
 
