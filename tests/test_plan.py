@@ -24,22 +24,6 @@ def of(config=QWEN3_4B, **changes):
     return Plan(**fields | changes)
 
 
-def test_qwen3_4b_by_hand():
-    P = 4_022_468_096
-    assert of().parameters[0] == P and of().need()["sampler copy"] == 2 * P
-    # In float32 the sampler computes with the trainer's weights.
-    assert of(dtype=torch.float32).need()["sampler copy"] == 0
-    assert of(rank=16, apart=True).need()["sampler copy"] == 0
-    assert of(rank=16, apart=True).need(2)["sampler copy"] == 2 * P
-    lora = of(rank=16)
-    attention = 2 * (2560 + 4096) + 2 * (2560 + 1024)
-    adapters = 36 * 16 * (attention + 3 * (2560 + 9728))
-    need = lora.need()
-    assert lora.parameters[0] == P and lora.parameters[3] == adapters
-    assert need["weights"] == 2 * P + 4 * adapters and need["sampler copy"] == 2 * P
-    assert (need["gradients"], need["optimizer"]) == (4 * adapters, 8 * adapters)
-
-
 def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
     """GB of all weights, rows and a window of 8,192 tokens: within 5 %."""
     P, T, layers = 4.022, 8192e-9, 36

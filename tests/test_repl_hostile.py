@@ -69,13 +69,6 @@ def forged(name, code):
     return case(name, code + LOOP, "protocol", seconds=5)
 
 
-ASK_ON = """
-def ask():
-    while True: llm_query('a')
-for _ in range(4): threading.Thread(target=ask, daemon=True).start()
-"""
-
-
 def answers(name, value, json_text, **options):
     return case(name, f"FINAL({value})", f"final {json_text}", **options)
 
@@ -99,7 +92,7 @@ def double_fork(then):
         os._exit(0)
     try: os.waitpid(pid, 0)
     except ChildProcessError: pass
-trainer, server, port, secret, home, root = {world}
+trainer, server, port, secret, root = {world}
 """
 # Nothing of a case marked `ns` runs if this fails.
 INSIDE = "assert os.readlink('/proc/self/ns/pid') != {ours!r}, 'no process namespace'\n"
@@ -131,8 +124,6 @@ MEMORY = [
     case("one-file", "open('f', 'w').write('x' * (9 << 20))", "error OSError"),
     ns("fill-the-disk", "for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))",
        "error OSError"),
-    wild("deep-directories", "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
-         "prints | error OSError"),
     case("locked-directory", "os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)", "prints"),
     case("open-files", "x = []\nwhile True: x.append(open('/dev/null'))",
          "error Too many open"),
@@ -183,7 +174,6 @@ PROTOCOL = [
          "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP,
          "protocol | error Too many references", seconds=5),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
-    case("threads-ask-for-ever", ASK_ON + "FINAL(1)", "final 1", queries=100),
     case("query-in-a-recursion", "sys.setrecursionlimit(150)\n"
          "def f(n): return llm_query(str(n)) + f(n + 1)\nf(0)",
          "error RecursionError", queries=1000),
@@ -231,9 +221,6 @@ SECRETS = [
     answers("descriptors", "len(os.listdir('/proc/self/fd'))", "5"),
     ns("processes",
        "print([p for p in os.listdir('/proc') if p.isdigit() and int(p) > 99])",
-       "prints [] | " + NEITHER),
-    ns("home",
-       "print([f for f in os.listdir(home) if f'{home}/{f}/' not in sys.base_prefix])",
        "prints [] | " + NEITHER),
     ns("a-file", "print(open(secret).read())", NEITHER),
     ns("repository", "open(root + '/README.md').read()", NEITHER),
@@ -292,8 +279,7 @@ async def a_world(mode, tmp_path):
             await asyncio.sleep(0.3)  # until that REPL is gone
             port = listener.sockets[0].getsockname()[1]
             prepare = PREPARE.format(world=(
-                os.getpid(), Handle.current.process.pid, port, str(secret),
-                os.path.expanduser("~"), str(ROOT)))
+                os.getpid(), Handle.current.process.pid, port, str(secret), str(ROOT)))
             if mode == "require":
                 prepare += INSIDE.format(ours=os.readlink("/proc/self/ns/pid"))
             yield prepare, connected

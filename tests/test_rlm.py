@@ -98,16 +98,6 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
     assert root.children[0].turns[1].text.startswith("split\n")
 
 
-def test_llm_queries_are_leaves_that_see_only_their_prompt():
-    root = grow({(): block("FINAL([llm_query('one {x}')] + "
-                          "llm_query_batched(['two', 'three']))"),
-                "*": lambda node: f"reply to {node.turns[1].text}"})
-    assert root.answer == ["reply to one {x}", "reply to two", "reply to three"]
-    assert [(n.path, n.kind, n.end) for n in root.children] == [
-        ((i,), "llm", "text") for i in range(3)]
-    assert all("the context" not in t.text for n in root.children for t in n.turns)
-
-
 @pytest.mark.parametrize("max_depth", [0, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
     root = grow({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
@@ -402,14 +392,6 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         (0.5, "", 1), (0.0, "Unscored('gone')", 1)]
     with pytest.raises(KeyError):
         trees(KeyError("a bug"))
-
-
-def test_a_bug_in_a_policy_keeps_its_traceback_and_is_not_the_machines_failure():
-    async def policy(node, max_tokens, key):
-        return node.no_such_field
-
-    with pytest.raises(AttributeError, match="no_such_field"):
-        asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
 
 
 def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():

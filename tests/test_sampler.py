@@ -219,33 +219,6 @@ def test_the_kernel_for_cuda_is_what_it_says_in_the_interpreter():
     in_a_process(IN_INTERPRETER, TRITON_INTERPRET="1")
 
 
-COMPILED = """
-import engine.decode as kernels
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-sizes = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
-types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables": "*i32",
-         "parts": "*fp32", "sums": "*fp32"}
-for kernel in (kernels.attend_spans, kernels.merge_spans):
-    names = kernel.arg_names
-    constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
-    signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")
-                 for name in names}
-    for capability in (80, 90):
-        source = ASTSource(kernel, signature, constants)
-        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-"""
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu_without_one():
-    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
-    pytest.importorskip("triton")
-    in_a_process(COMPILED)
-
-
 def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
     in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
 

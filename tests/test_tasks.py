@@ -10,7 +10,7 @@ import pytest
 
 import tasks
 import util
-from tasks import Task, deep, evidence, oolong, reward
+from tasks import Task, evidence, reward
 from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
                            search, source)
 from tasks.questions import Questions, read, split
@@ -19,13 +19,6 @@ from tree import Node
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
-
-
-def test_what_a_kind_lacks_is_named():
-    with pytest.raises(ValueError, match="the task deep reads no files"):
-        read(PAPERS, deep)
-    with pytest.raises(ValueError, match="deep tasks have one size"):
-        tasks.make(deep, random.Random(0), tokens=2_000)
 
 
 LETTERS = '''
@@ -136,9 +129,9 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
              "text.\nSome text.", ["5437923"]),
     "oolong": ({"id": 810080042, "context_window_text": "Date: Sep 06, 2023 || User: 14512 "
                 "|| Instance: What is a tonne ?", "question": "Which?", "answer":
-                "['incorrect']", "answer_type": "ANSWER_TYPE.LABEL"}, "Which?",
+                "[datetime.date(2023, 1, 6)]", "answer_type": "ANSWER_TYPE.DATE"}, "Which?",
                "Date: Sep 06, 2023 || User: 14512 || Instance: What is a tonne ?",
-               {"type": "LABEL", "value": "incorrect"}),
+               {"type": "DATE", "value": "2023-01-06"}),
 }
 
 
@@ -152,16 +145,8 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     row, query, context, gold = ROWS[kind]
     task, = read(write(tmp_path / "rows.jsonl", row), tasks.load(kind))
     assert task == Task("row-1", kind, query, context, gold)
-    right = {"oolong": "incorrect", "evidence": ["Some text."]}.get(kind, gold)
+    right = {"oolong": "2023-01-06", "evidence": ["Some text."]}.get(kind, gold)
     assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
-
-
-@pytest.mark.parametrize("text, kind, value", [
-    ("[7]", "NUMERIC", "7"), ("[datetime.date(2023, 1, 6)]", "DATE", "2023-01-06")])
-def test_answers_of_oolong_are_python_literals(tmp_path, text, kind, value):
-    row = ROWS["oolong"][0] | {"answer": text, "answer_type": f"ANSWER_TYPE.{kind}"}
-    task, = read(write(tmp_path / "rows.jsonl", row), oolong)
-    assert task.answer == {"type": kind, "value": value} and reward(task, value) == 1.0
 
 
 def selection(text, of="p"):

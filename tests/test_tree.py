@@ -100,14 +100,3 @@ def test_what_a_model_wrote_cannot_drive_the_terminal():
     shown.encode()  # and no lone surrogate keeps it from being printed
     assert "\\x1b[2J" in shown
     assert printable("é\tß\n日本 👩") == "é\tß\n日本 👩"
-
-
-def test_render_shows_every_node_indented_and_cuts_what_is_long():
-    root = ragged()
-    long = "\n".join(f"line {i} " + "x" * 50 for i in range(40))
-    root.turns[1] = Turn("user", long, (1,))
-    shown = render(root, width=20, max_lines=5)
-    heads = [line.split("  (")[0] for line in shown.splitlines() if "┌" in line]
-    assert heads == ["┌ root", "│  ┌ rlm 0", "│  ┌ llm 1", "│  ┌ rlm 2",
-                     "│  │  ┌ rlm 2.0", "│  │  ┌ rlm 2.1"]
-    assert "line 4 " in shown and "line 5 " not in shown
