@@ -65,13 +65,6 @@ def test_differences_are_paired_and_skip_what_either_lost():
         [0.1 - 1.1 * unseen, 0.1 + 0.9 * unseen], abs=1e-4)
 
 
-@pytest.mark.parametrize("scores, low, high", [
-    ([1.0] * 4, 0.5101, 1.0), ([0.0] * 4, 0.0, 0.4899), ([1.0], 0.2065, 1.0),
-    ([0.5] * 4, 0.2551, 0.7449), ([1.0] * 128, 0.9709, 1.0)])
-def test_an_interval_holds_at_the_edges(scores, low, high):
-    assert evaluation.interval(scores) == pytest.approx((low, high), abs=1e-4)
-
-
 @pytest.mark.parametrize("n", [8, 50])
 @pytest.mark.parametrize("right, mean", [(0.5, 0.5), (0.97, 0.97), (0.8, 0.9)])
 def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):

@@ -6,34 +6,23 @@ import json
 import random
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 import tasks
 from rlm import RLMConfig, collect, rollout, tiny_rlm
-from tasks import (NAMES, Task, deep, definitions, evidence, load, make, notes, oolong,
-                   reward)
+from tasks import NAMES, Task, deep, definitions, load, make, notes, oolong, reward
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
-from tasks.questions import read
 from tasks.scripts import scripted
 from tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
 SMALL = ("deep", "definitions")  # of one size, and of at most 2,500 tokens
+
+
 def made(kind, n=1, tokens=2_000):
     tokens = None if kind in SMALL else tokens
     return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
-
-
-def test_the_gold_of_papers_scores_1_in_any_nesting_and_an_echo_less_than_half():
-    for task in [*made("evidence", 5), *read(PAPERS, evidence)]:
-        gold = [s for sentences in task.answer.values() for s in sentences]
-        for answer in (gold, [[[s]] for s in gold], [f"\n {s} " for s in gold]):
-            assert reward(task, answer) == 1.0
-        assert reward(task, list(task.context.values())) < 0.5
 
 
 # (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
@@ -70,7 +59,7 @@ SCORES = [
     ("evidence", {"p": ["aaaabbbbccccdddd"]}, {0.5: [["ccccddddeeeeffff"]]}),
     # What is short counts if it is gold: the alphabet is in every text. Occurrences may
     # overlap: the gold marks all 16 characters, the last answer 14 of them.
-    ("evidence", {"p": ["aaa"]}, {1: ["aaa"], 0: [["a"], ["aaaa"]]}),
+    ("evidence", {"p": ["aaa"]}, {1: ["aaa", [["\n aaa "]]], 0: [["a"], ["aaaa"]]}),
     ("evidence", {"q": ["xy" * 7]}, {1: ["xy" * 7], 14 / 15: ["yx" * 7]}),
     # Right kinds among all notes that the answer or the gold names
     ("notes", {"n1": "foods", "n2": "tools"}, {

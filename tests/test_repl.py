@@ -168,16 +168,11 @@ def test_what_is_wrong_is_an_error_inside(code, error):
 def test_a_draft_of_the_answer_comes_with_every_result():
     results = run("x = 1", "answer['content'] = [1, {2}]", "1 / 0",
                   "answer['content'] = 'x' * 200", "answer = 5", "answer = {'content': 7}",
-                  answer_chars=100)
-    drafts = [result.draft for result in results]
+                  "answer['ready'] = True; 1 / 0", answer_chars=100)
+    drafts = [result.draft for result in results[:-1]]
     assert drafts == [None, [1, [2]], [1, [2]], None, None, 7]
-
-
-def test_answer_variable():
-    one, two = run("answer['content'] = {'a': 1}", "answer['ready'] = True; 1 / 0")
-    assert not one.done and two.done and two.final == {"a": 1}
-    one, two = run("answer = 'mine'", "FINAL_VAR('answer')")
-    assert two.final == "mine"
+    assert [result.done for result in results] == [False] * 6 + [True]
+    assert results[-1].final == 7
 
 
 @pytest.mark.parametrize("code, answer", [
@@ -262,14 +257,6 @@ def test_processes_of_a_block_count_together():
     code = "import os, time\nif os.fork(): time.sleep(99)\nwhile True: pass"
     assert run(code, seconds=0.5)[0].died == "timeout"
     assert time.monotonic() - start < 4
-
-
-def test_a_failing_query_is_the_machines_failure():
-    async def fails(*_):
-        raise OSError("no such model")
-
-    with pytest.raises(OSError, match="no such model"):
-        run("try: llm_query('a')\nexcept BaseException: pass", on_query=fails)
 
 
 @BOTH

@@ -84,15 +84,7 @@ fd = [n for n in map(int, os.listdir('/proc/self/fd')) if is_socket(n)][-1]
 def send(kind, payload): os.write(fd, struct.pack("!Ic", len(payload), kind) + payload)
 GOOD = dict(stdout="", error="", final=None, done=False, died="")
 def result(**fields): send(b"D", json.dumps(dict(GOOD, **fields)).encode())
-def double_fork(then):
-    if (pid := os.fork()) == 0:
-        os.setsid()
-        if os.fork() == 0:
-            then()
-        os._exit(0)
-    try: os.waitpid(pid, 0)
-    except ChildProcessError: pass
-trainer, server, port, secret, root = {world}
+trainer, port, secret, root = {world}
 """
 # Nothing of a case marked `ns` runs if this fails.
 INSIDE = "assert os.readlink('/proc/self/ns/pid') != {ours!r}, 'no process namespace'\n"
@@ -132,7 +124,6 @@ MEMORY = [
 ]
 
 PROCESSES = [
-    case("exit", "os._exit(3)", "crash with exit code 3"),
     case("segfault", "ctypes.string_at(0)", "crash by signal 11"),
     case("forks", "if (pid := os.fork()) == 0:\n"
          "  try: FINAL(1)\n  except RuntimeError: os._exit(7)\n"
@@ -141,7 +132,8 @@ PROCESSES = [
          "prints 7\nparent"),
     ns("fork-bomb", "while True: os.fork()", "timeout | error BlockingIOError | crash",
        then="any"),
-    case("grandchild", "double_fork(lambda: time.sleep(60)); print('left')", "prints left"),
+    case("another-session", "if os.fork() == 0: os.setsid(); time.sleep(60)\nprint('left')",
+         "prints left"),
     case("kill-oneself", "os.kill(os.getpid(), 9); time.sleep(9)", "crash by signal 9",
          mode="off"),
     ns("kill-oneself", "os.kill(os.getpid(), 9); print('alive')", "prints alive"),
@@ -174,21 +166,16 @@ PROTOCOL = [
          "[struct.pack('!Ic', 0, b'Z')], [0] * 100)" + LOOP,
          "protocol | error Too many references", seconds=5),
     case("close-all", "os.closerange(0, 4096)" + LOOP, "crash", seconds=5),
-    case("query-in-a-recursion", "sys.setrecursionlimit(150)\n"
-         "def f(n): return llm_query(str(n)) + f(n + 1)\nf(0)",
-         "error RecursionError", queries=1000),
     case("query-after-the-block", "def f(): time.sleep(0.1); llm_query('a')\n"
          "threading.Thread(target=f).start()", "prints"),
 ]
 
 STATE = [
     case("exit-function", "exit()", "error SystemExit"),
-    case("surrogates-printed", r"print('\udfff')", "prints \udfff\n"),
     case("import-the-repl", "import repl", "error ModuleNotFoundError"),
     case("no-import", "import builtins; del builtins.__import__, builtins.__build_class__",
          "prints"),
     case("json-dumps", "json.dumps = lambda *a, **k: 'null'", "protocol"),
-    case("no-stdout", "sys.stdout = sys.stderr = None; print(1)", "prints"),
     case("recursion-limit-low", "sys.setrecursionlimit(20)",
          "prints | error RecursionError"),
     case("str-raises", "class E(Exception):\n  def __str__(self): raise E\nraise E",
@@ -278,8 +265,7 @@ async def a_world(mode, tmp_path):
                 await repl.execute("")  # starts the server
             await asyncio.sleep(0.3)  # until that REPL is gone
             port = listener.sockets[0].getsockname()[1]
-            prepare = PREPARE.format(world=(
-                os.getpid(), Handle.current.process.pid, port, str(secret), str(ROOT)))
+            prepare = PREPARE.format(world=(os.getpid(), port, str(secret), str(ROOT)))
             if mode == "require":
                 prepare += INSIDE.format(ours=os.readlink("/proc/self/ns/pid"))
             yield prepare, connected

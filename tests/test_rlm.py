@@ -169,11 +169,6 @@ def test_a_message_ends_with_its_first_complete_block(text, code):
     assert parse(text + behind) == (text, code)
 
 
-def test_fences_that_do_not_close_are_read_once():
-    text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
-    assert parse(text) == (text, None)
-
-
 def test_what_a_server_writes_behind_a_block_is_cut():
     root = grow({(): [block("x = 1") + "\nIt prints 7.\n" + block("FINAL(7)"),
                       block("FINAL(x)")]})
@@ -475,14 +470,6 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
     outside = trained.completion(notes.query, notes.context, "notes")
     assert outside == notes.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
-
-
-@pytest.mark.parametrize("args, says", [
-    (("--model", "/nowhere", "q", ROOT / "rlm.py"), "/nowhere"), ((), "question")])
-def test_a_mistake_on_the_command_line_is_one_line(args, says, monkeypatch, capsys):
-    message = command(rlm, monkeypatch, *args)
-    said = capsys.readouterr().err if message == 2 else f"{message}\n"
-    assert says in said and said.startswith("rlm.py: ") and said.count("\n") == 1
 
 
 def test_the_demo_shows_a_tree_with_its_gold_and_its_score(monkeypatch, capsys):
