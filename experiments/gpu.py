@@ -17,7 +17,7 @@ import engine  # before torch: it says how torch's threads wait
 import torch
 
 from engine import parallel
-from engine.device import DEVICE, free_bytes
+from engine.device import DEVICE
 from engine.plan import GIB, Plan
 from experiments.bench import clock, our_losses, row_of, step
 from model import Qwen3

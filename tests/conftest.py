@@ -16,9 +16,9 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SHORT = ("--warmup-steps 3 --steps 2 --questions 2 --group 2 "
+SHORT = ("--warmup-steps 1 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
-FLAT = "no step had a gradient"  # how SHORT ends: three supervised steps answer nothing
+FLAT = "no step had a gradient"  # how SHORT ends: one supervised step teaches nothing
 SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                    num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                    max_position_embeddings=384, rope_theta=1e4)

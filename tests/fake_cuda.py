@@ -135,15 +135,15 @@ def update(recompute=False, rank=0):
 
 def sample(rank=0, copy=False, flash=True):
     pages.decode = decode if flash else None
-    sampler = Sampler(model_of(rank), memory=1 << 24, batch=4, window=2048, copy=copy)
+    sampler = Sampler(model_of(rank), memory=1 << 24, batch=2, window=2048, copy=copy)
 
     async def requests():
         await sampler.generate([5] * 300, 3)
-        await asyncio.gather(*(sampler.generate([5] * 300 + [i] * 40, 5) for i in range(6)))
+        await asyncio.gather(*(sampler.generate([5] * 300 + [i] * 40, 2) for i in range(3)))
 
     asyncio.run(requests())
     sampler.load(model_of(rank) if sampler.owns else sampler.model)
-    assert sampler.stats["sampled"] == 33 and sampler.stats["reused"] > 0
+    assert sampler.stats["sampled"] == 9 and sampler.stats["reused"] > 0
     assert isinstance(sampler.attention, pages.FlashPages) == flash
     assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
 
@@ -151,9 +151,9 @@ def sample(rank=0, copy=False, flash=True):
 has_varlen = engine.attention.varlen_attn is not None  # torch 2.12 and later
 for case, how in [
         (update, {}), (update, {"recompute": True}), (update, {"varlen": False}),
-        (update, {"rank": 4}), (update, {"rank": 4, "recompute": True}),
-        (sample, {}), (sample, {"varlen": False}), (sample, {"flash": False}),
-        (sample, {"rank": 4}), (sample, {"rank": 4, "copy": True})]:
+        (update, {"rank": 4, "recompute": True}),
+        (sample, {}), (sample, {"flash": False}), (sample, {"rank": 4, "varlen": False}),
+        (sample, {"rank": 4, "copy": True})]:
     packed = how.pop("varlen", True) and has_varlen
     pages.varlen_attn = engine.attention.varlen_attn = checked_varlen if packed else None
     with FakeTensorMode(allow_non_fake_inputs=True), Watch():

@@ -25,10 +25,6 @@ CONFIGS = {  # head_dim is never hidden / heads
     "tied-1to1-64-1e4": config(4, 4, 64, 1e4, True, 96),
     "untied-2to1-64-1e6": config(4, 2, 64, 1e6, False, 80),
     "tied-4to1-128-5e6": config(4, 1, 128, 5e6, True, 64),
-    "untied-8to1-128-1e6": config(8, 1, 128, 1e6, False, 64),
-    "tied-8to1-64-5e6": config(16, 2, 64, 5e6, True, 72),
-    "untied-1to1-128-1e4": config(2, 2, 128, 1e4, False, 56),
-    "untied-2to1-128-5e6": config(6, 3, 128, 5e6, False, 64),
 }
 
 

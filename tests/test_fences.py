@@ -1,13 +1,15 @@
-"""Who may import whom, and what every file looks like."""
+"""Who may import whom, and what is loaded."""
 import ast
 import re
-import shutil
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from conftest import FLAT
+from conftest import FLAT, SHORT, command
+
+import eval as evaluation
+import train
 
 ROOT = Path(__file__).resolve().parent.parent
 # A part may import those in groups before its own, and those beside it where that is said.
@@ -20,7 +22,6 @@ TOP = set().union(*ORDER) - FOLDERS
 OUTSIDE = {"torch", "tiktoken", "safetensors", "numpy", "tqdm"}
 OUTSIDE |= {"regex", "triton"}  # tiktoken brings the one, torch for CUDA the other
 HOUSE = sorted(path for folder in ("", *FOLDERS) for path in (ROOT / folder).glob("*.py"))
-FILES = HOUSE + sorted((ROOT / "tests").glob("*.py"))
 LOADERS = {"import_module", "__import__", "load", "load_file", "load_function", "run_path",
            "run_module"}
 
@@ -53,17 +54,6 @@ def imports(path, inside_functions=True):
 def rooms(names):
     """The parts of the house among imported modules: ten files and six folders."""
     return {name.split(".")[0] for name in names} & {*TOP, *FOLDERS}
-
-
-def test_the_reader_of_imports(tmp_path):
-    file = tmp_path / "a.py"
-    file.write_text("try:\n    import torch.nn as x\nexcept ImportError:\n    pass\n"
-                    "from engine import pages\nclass A:\n    from tree import Node\n"
-                    "def f():\n    import model\n    import_module('experiments.chart')\n"
-                    "    return load_function('baselines/objectives.py:rao', 'f').tree\n")
-    outside = {"torch.nn", "engine.pages", "tree"}
-    assert imports(file, inside_functions=False) == outside
-    assert imports(file) == outside | {"model", "experiments.chart", "baselines.objectives"}
 
 
 def test_the_top_level_has_nine_scripts_and_util():
@@ -99,21 +89,17 @@ def test_baselines_are_loaded_where_they_are_asked_for_and_experiments_by_nobody
             assert "baselines" not in rooms(imports(path, inside_functions=False))
 
 
-def test_baselines_and_experiments_can_be_deleted_whole(tmp_path):
-    names = shutil.ignore_patterns(
-        "baselines", "experiments", ".*", "runs", "__pycache__", "docs", "tests")
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=names)
-
-    def command(*words):
-        return subprocess.run([sys.executable, *words], cwd=tmp_path / "copy",
-                              capture_output=True, text=True)
-
-    trained = command("train.py", *"--model assets/tiny --warmup-steps 0 --steps 1 "
-                      "--questions 2 --group 2 --heldout 1 --out run".split())
-    assert trained.returncode == 0 or FLAT in trained.stderr
-    assert (tmp_path / "copy" / "run" / "report.html").exists()
-    answered = command("eval.py", *"--policy oracle --n 2 --html page.html".split())
-    assert answered.returncode == 0 and " 1.000 " in answered.stdout
+def test_no_default_run_needs_baselines_or_experiments(short_run, tmp_path, monkeypatch):
+    """Both can be deleted whole."""
+    for name in {*sys.modules, "baselines", "experiments"}:
+        if rooms({name}) & {"baselines", "experiments"}:
+            monkeypatch.setitem(sys.modules, name, None)  # to import it fails
+    assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                           "--warmup-steps", 0, "--heldout", 1, "--out", tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").exists()
+    page = tmp_path / "page.html"
+    assert command(evaluation, monkeypatch, "--policy", "oracle", "--n", 2, "--html",
+                   page) is None and page.exists()
 
 
 def test_the_program_needs_only_the_packages_that_it_names():
@@ -127,24 +113,3 @@ def test_importing_the_text_side_loads_the_standard_library_alone():
     code = ("import sys, tree, tasks, repl, rlm\n"
             f"sys.exit(bool({OUTSIDE} & {{*sys.modules}}))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_no_line_is_longer_than_92_columns():
-    long = [f"{path.relative_to(ROOT)}:{number}" for path in FILES
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-            if len(line) > 92]
-    assert not long
-
-
-def shared_lines(source):
-    """The lines on which a statement begins beside another one, or beside its header."""
-    begins = [node.lineno for node in ast.walk(ast.parse(source))
-              if isinstance(node, ast.stmt)]
-    return sorted({line for line in begins if begins.count(line) > 1})
-
-
-def test_no_two_statements_share_a_line():
-    assert shared_lines("a = 1; b = 2\nif a: b\nc = 3\nelse_ = 4") == [1, 2]
-    shared = {path.name: lines for path in FILES
-              if (lines := shared_lines(path.read_text(encoding="utf-8")))}
-    assert not shared

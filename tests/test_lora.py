@@ -7,15 +7,13 @@ import pytest
 import torch
 from conftest import FLAT, SHORT, command
 from safetensors.torch import load_file
-from test_model import TIED_AND_UNTIED, build, distance, masked, some_ids
+from test_model import SHAPES, build, distance, some_ids
 
 import train
 from engine import device, hf
 from engine.hf import ADAPTED
 from model import Qwen3
 from training import checkpoint
-
-RANKS = [1, 16]
 
 
 def adapted(rank=4, alpha=32.0, shape="head_dim unlike hidden over heads",
@@ -35,25 +33,18 @@ def logits(model):
         return model(some_ids(model))
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_fresh_adapters_are_on_every_linear_layer_and_change_nothing(rank):
-    plain, model = build(), build().add_lora(rank, 32.0)
+def test_fresh_adapters_are_on_every_linear_layer_and_change_nothing():
+    plain, model = build(), build().add_lora(16, 32.0)
     assert torch.equal(logits(model), logits(plain))
-    matrices = {name: w for name, w in plain.named_parameters() if w.dim() == 2}
-    matrices.pop("model.embed_tokens.weight")
-    assert {name for name in matrices if name.split(".")[-2] in ADAPTED} == set(matrices)
-    assert len(matrices) == 7 * 3
-    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    for name, weight in matrices.items():
-        outputs, inputs = weight.shape
-        A, B = (trained.pop(name.replace("weight", f"lora_{part}")) for part in "AB")
-        assert A.shape == (rank, inputs) and B.shape == (outputs, rank) and not B.any()
-        assert A.dtype == B.dtype == torch.float32
-        assert A.abs().max() <= inputs ** -0.5
-    assert not trained  # nothing else has a gradient
+    layers = {name for name, w in plain.named_parameters() if w.dim() == 2}
+    layers.remove("model.embed_tokens.weight")
+    trained = {name for name, w in model.named_parameters() if w.requires_grad}
+    assert trained == {name.replace("weight", f"lora_{part}")
+                       for name in layers for part in "AB"}
+    assert {w.dtype for w in model.adapters().values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", [1, 16])
 def test_adapters_add_alpha_over_rank_times_B_A(rank):
     model, plain = adapted(rank, alpha=8.0), build()
     with torch.no_grad():
@@ -75,31 +66,6 @@ def test_without_adapters_it_is_the_model_that_it_was():
     assert torch.equal(logits(model), changed)
 
 
-def test_gradients_are_those_of_the_merged_weights():
-    """dL/dB = scale dL/dW A^T and dL/dA = scale B^T dL/dW; only adapters get one."""
-    model = adapted(rank=3)
-    model.recompute = True
-    plain = model.merged_copy().requires_grad_(True)
-    ids = some_ids(model)
-    for each in (model, plain):
-        each.logprobs(ids, masked(ids))[0].sum().backward()
-    for name, layer in model.adapted():
-        dW = plain.get_submodule(name).weight.grad
-        dB = layer.scale * dW @ layer.lora_A.T
-        dA = layer.scale * layer.lora_B.T @ dW
-        torch.testing.assert_close(layer.lora_B.grad, dB, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(layer.lora_A.grad, dA, atol=1e-4, rtol=1e-4)
-    assert all(weight.grad is None for weight in model.weights().values())
-
-
-def test_adapters_may_be_made_before_the_weights_are_there(tmp_path):
-    build().save_pretrained(tmp_path)
-    model = Qwen3.from_pretrained(tmp_path, prepare=lambda m: m.add_lora(2, 32.0, seed=5))
-    later = Qwen3.from_pretrained(tmp_path).add_lora(2, 32.0, seed=5)
-    for a, b in zip(model.parameters(), later.parameters(), strict=True):
-        assert torch.equal(a, b) and a.requires_grad == b.requires_grad
-
-
 def test_merging_happens_in_float32():
     model = adapted(dtype=torch.bfloat16)
     copy = model.merged_copy()
@@ -114,13 +80,7 @@ def test_merging_happens_in_float32():
 
 # --- files --------------------------------------------------------------------------------
 
-def test_adapters_of_another_shape_are_refused(tmp_path):
-    hf.save_adapter(adapted(2), tmp_path, "base")
-    with pytest.raises(ValueError, match="lora_A.weight has shape"):
-        hf.load_adapter(build().add_lora(3, 32.0), tmp_path)
-
-
-@pytest.mark.parametrize("rank, shape", [*zip(RANKS, TIED_AND_UNTIED)])
+@pytest.mark.parametrize("rank, shape", [*zip((1, 16), SHAPES)])
 def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -144,38 +104,25 @@ def weights(path):
     return load_file(Path(path, "model.safetensors"))
 
 
-def gaps(out):
-    """Mean distance of log-probabilities of sampler and trainer, in each step of GRPO."""
-    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row["gap"] for row in rows if row["phase"] == "grpo" and row["rows"]]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, short_run):
-    out = tmp_path_factory.mktemp("lora") / "a"
-    with pytest.MonkeyPatch.context() as patch:
-        assert FLAT in command(train, patch, *SHORT, "--out", out, "--lora-rank", 1,
-                               "--model", short_run / "warmup")
-    return out
-
-
-def test_a_run_with_adapters_changes_nothing_else(finished, short_run):
-    warm, final = weights(finished / "warmup"), weights(finished / "final")
+def test_a_run_with_adapters_changes_nothing_else(short_run, tmp_path, monkeypatch):
+    out = tmp_path / "a"
+    assert FLAT in command(train, monkeypatch, *SHORT, "--out", out, "--lora-rank", 1,
+                           "--model", short_run / "warmup")
+    warm, final = weights(out / "warmup"), weights(out / "final")
     start = weights(short_run / "warmup")
     for name in warm:
         moves = name.split(".")[-2] in ADAPTED  # adapters are all that is trained
         assert torch.equal(warm[name], start[name]) == (not moves)
         assert torch.equal(final[name], warm[name]) or moves
-    model = Qwen3.from_pretrained(finished / "warmup").add_lora(1, 32.0)
-    hf.load_adapter(model, finished / "final" / "adapter")
+    model = Qwen3.from_pretrained(out / "warmup").add_lora(1, 32.0)
+    adapter = out / "final" / "adapter"
+    hf.load_adapter(model, adapter)
     for name, weight in model.merged():
         torch.testing.assert_close(final[name], weight, rtol=1e-6, atol=1e-7)
-    adapter = finished / "final" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == os.path.join(finished, "warmup")
-    last = Path(checkpoint.checkpoints(finished)[-1])
+    assert config["base_model_name_or_path"] == os.path.join(out, "warmup")
+    last = Path(checkpoint.checkpoints(out)[-1])
     assert not (last / "model.safetensors").exists()  # only what changes
-    assert all(0 <= gap < 1e-5 for gap in gaps(finished))
 
 
 @pytest.mark.parametrize("stored, fast, want", [

@@ -7,19 +7,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
 from engine.attention import linear_float32
 from model import Qwen3, Qwen3Config
 
 ROOT = Path(__file__).resolve().parent.parent
-QWEN = ROOT.parent / "shared" / "qwen3-4b-base"
 SHAPES = {  # heads, key/value heads, head_dim, tied
     "head_dim unlike hidden over heads": (4, 2, 14, True),
     "wide heads, untied": (2, 1, 32, False),
 }
-TIED_AND_UNTIED = [*SHAPES]
 VOCABULARY = 37
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -63,22 +60,16 @@ def distance(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-# --- the forward pass ---------------------------------------------------------------------
-
 def test_recomputing_layers_changes_no_gradient():
     plain, again = build(), build()
     again.recompute = True
     ids, calls = some_ids(plain), []
-    block = again.model["layers"][1]
-    block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    again.model["layers"][1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model in (plain, again):
         model.logprobs(ids, masked(ids))[0].sum().backward()
     assert len(calls) == 2  # forward, and once more in the backward pass
-    for (name, a), b in zip(plain.named_parameters(), again.parameters()):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-6, msg=name)
-    with torch.no_grad():
-        again(ids)
-    assert len(calls) == 3  # nothing to recompute without a backward pass
+    for a, b in zip(plain.parameters(), again.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-6)
 
 
 # --- against transformers -----------------------------------------------------------------
@@ -124,7 +115,7 @@ def plain_logprobs(model, ids, mask):
     return chosen[wanted], entropy[wanted]
 
 
-@pytest.mark.parametrize("shape", TIED_AND_UNTIED)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
 def test_logprobs_entropy_and_gradients_are_those_of_the_full_logits(chunk, shape,
                                                                      monkeypatch):
@@ -145,35 +136,18 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_full_logits(chunk, shap
         assert b.grad.abs().max() > 1e-3, name
 
 
-class Logits(TorchDispatchMode):
-    """Notes how many rows of logits each tensor has that an operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.shape[-1:] == (VOCABULARY,):
-            self.rows.append(out.shape.numel() // VOCABULARY)
-        return out
-
-
 def test_logits_exist_for_some_tokens_at_a_time(monkeypatch):
+    seen = []
+
+    def watched(x, weight):
+        seen.append(len(x))
+        return linear_float32(x, weight)
+
     monkeypatch.setattr(model_module, "LOGITS_BYTES", 4 * VOCABULARY * 7)
-    model = build("wide heads, untied")
-    ids = some_ids(model, rows=3)
-    with Logits() as seen:
-        logprobs, _ = model.logprobs(ids, torch.ones_like(ids))
-        logprobs.sum().backward()
-    assert set(seen.rows) - {24} == {7, 2}  # of 30; 24 has the head itself, transposed
-
-
-def test_a_mask_without_ones_gives_no_logprobs():
-    model = build()
-    got, entropy = model.logprobs(some_ids(model), torch.zeros(2, 11))
-    assert got.shape == entropy.shape == (0,)
-    got.sum().backward()
+    monkeypatch.setattr(model_module, "linear_float32", watched)
+    model, ids = build(), torch.zeros(1, 31, dtype=torch.long)
+    model.logprobs(ids, torch.ones_like(ids))[0].sum().backward()
+    assert seen == [7, 7, 7, 7, 2] * 2  # of 30; in the backward pass once more
 
 
 # --- checkpoints --------------------------------------------------------------------------
@@ -184,17 +158,13 @@ def saved(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("shape, family", [*zip(TIED_AND_UNTIED, ("qwen2", "qwen3"))])
+@pytest.mark.parametrize("shape, family", [*zip(SHAPES, ("qwen2", "qwen3"))])
 def test_what_was_saved_is_loaded(shape, family, tmp_path):
     model = build(shape, model_type=family)
     model.save_pretrained(tmp_path)
     back = Qwen3.from_pretrained(tmp_path)
     assert back.config == model.config and same(back, model)
     assert not same(build(shape, seed=1), model)
-    names = [name for name, _ in model.named_parameters()]
-    assert [name for name, w in back.named_parameters() if w.requires_grad] == names
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["config.json", "model.safetensors"]
 
 
 def test_a_tied_head_is_not_written_and_stays_tied_though_a_file_may_have_it(saved):
@@ -218,96 +188,45 @@ def test_weights_in_several_files_are_found_by_their_index(saved):
     assert same(Qwen3.from_pretrained(saved), build())
 
 
-def test_the_dtype_asked_for_is_the_one_computed_in_and_saved(saved, tmp_path):
-    half = Qwen3.from_pretrained(saved, dtype=torch.bfloat16)
-    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
-    assert half(some_ids(half)).dtype == torch.bfloat16
-    half.save_pretrained(tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert config["torch_dtype"] == "bfloat16"
-    assert same(Qwen3.from_pretrained(tmp_path / "b", dtype=torch.bfloat16), half)
-
-
 def rewrite(path, **changes):
     """Change fields of a JSON file; `...` removes one."""
     raw = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
 
 
-def test_rope_theta_is_read_where_newer_files_have_it(saved):
-    rewrite(saved / "config.json", rope_theta=...,
-            rope_parameters={"rope_theta": 700.0, "rope_type": "default"})
-    assert same(Qwen3.from_pretrained(saved), build())
-    rewrite(saved / "config.json", rope_theta=900.0)  # as in transformers, the new wins
-    assert same(Qwen3.from_pretrained(saved), build())
-    rewrite(saved / "config.json", rope_parameters=...)
-    assert not same(Qwen3.from_pretrained(saved), build())  # it does reach the logits
-
-
-def test_a_field_that_is_null_is_a_missing_field(tmp_path):
-    model = build("wide heads, untied", hidden_size=64)
-    model.save_pretrained(tmp_path)
-    rewrite(tmp_path / "config.json", head_dim=None, tie_word_embeddings=None)
-    assert same(Qwen3.from_pretrained(tmp_path), model)
-
-
-@pytest.mark.skipif(not QWEN.exists(), reason="needs ../shared/qwen3-4b-base")
-def test_qwen3_4b_has_its_parameters_under_their_names():
-    with torch.device("meta"):
-        model = Qwen3(Qwen3Config.read(str(QWEN / "config.json")))
-    assert sum(weight.numel() for weight in model.parameters()) == 4_022_468_096
-    index = json.loads((QWEN / "model.safetensors.index.json").read_text())
-    names = {name for name, _ in model.named_parameters()}
-    assert names == set(index["weight_map"]) - {"lm_head.weight"}
-
-
 # --- checkpoints that cannot be read ------------------------------------------------------
 
-def refusal(path):
-    """The one line with which a directory is refused."""
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        Qwen3.from_pretrained(str(path))
-    line = str(caught.value)
-    assert line and "\n" not in line and len(line) < 1500
-    return line
-
-
-def edit(path, changes):
-    """Change tensors of a file; None removes one."""
-    tensors = load_file(path) | changes
-    save_file({name: w for name, w in tensors.items() if w is not None}, path)
-
-
 @pytest.mark.parametrize("name, content", [
-    ("config.json", None), ("config.json", b"{}"), (WEIGHTS, None),
-    (WEIGHTS, lambda whole: whole[:len(whole) // 2]), (INDEX, b"{")])
+    ("config.json", None), ("config.json", b"{}"), (WEIGHTS, None), (WEIGHTS, b"half"),
+    (INDEX, b"{")])
 def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, content):
-    path = saved / name
     if content is None:
-        path.unlink()
+        (saved / name).unlink()
     else:
-        path.write_bytes(content(path.read_bytes()) if callable(content) else content)
-    assert str(saved) in refusal(saved)
+        (saved / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=str(saved)):
+        Qwen3.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("field, value", [
     ("model_type", "qwen3_moe"), ("quantization_config", {"quant_method": "fp8"}),
-    ("use_sliding_window", True), ("attention_bias", True), ("hidden_act", "none"),
     ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
     ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 700.0}),
     ("hidden_size", ...)])
 def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     rewrite(saved / "config.json", **{field: value})
-    line = refusal(saved)
-    assert str(saved / "config.json") in line and field in line
+    with pytest.raises(ValueError, match=f"config.json: .*{field}"):
+        Qwen3.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("name, tensor", [
     ("model.layers.1.mlp.up_proj.weight", None), ("model.norm.weight", torch.ones(25)),
     ("model.norm.weight", torch.ones(24).to(torch.float8_e4m3fn))])
 def test_a_tensor_that_does_not_fit_is_named(saved, name, tensor):
-    edit(saved / WEIGHTS, {name: tensor})
-    assert name in refusal(saved)
+    tensors = load_file(saved / WEIGHTS) | {name: tensor}
+    save_file({n: w for n, w in tensors.items() if w is not None}, saved / WEIGHTS)
+    with pytest.raises(ValueError, match=name):
+        Qwen3.from_pretrained(saved)
 
 
 def test_logits_are_float32_where_layers_compute_in_bfloat16():

@@ -24,25 +24,6 @@ def of(config=QWEN3_4B, **changes):
     return Plan(**fields | changes)
 
 
-def test_qwen3_4b_by_hand():
-    need = of().need()
-    P = 4_022_468_096
-    assert of().parameters[0] == P and of().parameters[3] == 0
-    assert (need["weights"], need["gradients"], need["optimizer"]) == (4 * P, 4 * P, 8 * P)
-    assert need["sampler copy"] == 2 * P and need["KV cache"] % (147_456 * 8192) == 0
-    # In float32 the sampler computes with the trainer's weights.
-    assert of(dtype=torch.float32).need()["sampler copy"] == 0
-    assert of(rank=16, apart=True).need()["sampler copy"] == 0
-    assert of(rank=16, apart=True).need(2)["sampler copy"] == 2 * P
-    lora = of(rank=16)
-    attention = 2 * (2560 + 4096) + 2 * (2560 + 1024)
-    adapters = 36 * 16 * (attention + 3 * (2560 + 9728))
-    need = lora.need()
-    assert lora.parameters[0] == P and lora.parameters[3] == adapters
-    assert need["weights"] == 2 * P + 4 * adapters and need["sampler copy"] == 2 * P
-    assert (need["gradients"], need["optimizer"]) == (4 * adapters, 8 * adapters)
-
-
 def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
     """GB of all weights, rows and a window of 8,192 tokens: within 5 %."""
     P, T, layers = 4.022, 8192e-9, 36
@@ -68,8 +49,7 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("rank", [0, 1, 16])
+@pytest.mark.parametrize("rank, tied", [(0, False), (16, True)])
 def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     config = replace(SMALL, tie_word_embeddings=tied, model_type=family)
     model = Qwen3(config)
@@ -142,17 +122,12 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
     assert eight["activations"] == one["activations"]
     assert eight["KV cache"] > one["KV cache"]  # takes what the others leave
     # Whole pages, one in reserve, and no more windows than trees can fill.
-    token, seven = 3 * 2 * 24 * 2, {"window": 384, "most_windows": 7}
-    assert of(SMALL).need(8)["KV cache"] == 96 * (8192 + 16) * token
-    assert of(SMALL, **seven).need()["KV cache"] == 7 * (384 + 16) * token
-    assert of(SMALL, device="cuda", **seven).need()["KV cache"] == 7 * 3 * 256 * token
+    few = of(SMALL, device="cuda", window=384, most_windows=7)
+    assert few.need()["KV cache"] == 7 * 3 * 256 * (3 * 2 * 24 * 2)
 
 
 def test_a_plan_is_changed_as_little_as_makes_it_fit():
     """In the order of what each change costs."""
-    roomy = of(recompute=False, have=10_000 * GB)
-    assert roomy.fitted() == roomy
-    assert of(recompute=False, have=150 * GB).fitted() == of(have=150 * GB)
     lora = of(rank=16, recompute=False)
     seen = []
     for half in range(400, 16, -1):

@@ -84,12 +84,8 @@ def test_variables_and_output():
 
 def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     one, two, three, four = run(
-        "def f():\n    return 1 / 0\nx = 5\nf()", "print(x)\nhelper(f)",
-        "import json; json.loads('{')\nllm_query_batched(1)", "x = (",
-        tools="def helper(f): f()")
-    recursion = run("def f(): f()\nf()")[0].error
-    assert "RecursionError" in recursion and "frames cut" in recursion
-    assert len(recursion) < 1000
+        "def f():\n    return 1 / 0\nx = 5\nf()", "print(x)\nhelper(f)", "x = (",
+        "def g(): g()\ng()", tools="def helper(f): f()")
     assert two.stdout == "5\n"
     assert one.error == (
         "Traceback (most recent call last):\n"
@@ -97,10 +93,10 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
         '  File "<repl>", line 2, in f\n    return 1 / 0\n'
         "ZeroDivisionError: division by zero"
     )
-    assert "line 2, in <module>\n    helper(f)" in two.error and "tools" not in two.error
-    assert "    return 1 / 0\n" in two.error
-    assert "repl.py" not in three.error
-    assert "SyntaxError" in four.error and '"<repl>"' in four.error
+    assert "    helper(f)\n" in two.error and "    return 1 / 0\n" in two.error
+    assert "repl.py" not in two.error and "tools" not in two.error
+    assert "SyntaxError" in three.error
+    assert "RecursionError" in four.error and len(four.error) < 1000
 
 
 def test_builtins_are_put_back():
@@ -108,9 +104,8 @@ def test_builtins_are_put_back():
     spoil = "context = FINAL = llm_query = tool = SECRET = print = None; __builtins__ = {}"
     more = "import builtins; builtins.len = None; del FINAL_VAR, rlm_query, builtins.max"
     last = "FINAL([context, len(context), tool(), max(1, 2)])"
-    *_, result = run(more, spoil, "del print", last, tools=tools)
+    *_, result = run(more, spoil, "globals().clear()", last, tools=tools)
     assert result.final == ["the context", 11, 7, 2]
-    assert run("globals().clear()", "FINAL(context)")[1].final == "the context"
 
 
 def test_annotations_need_no_imports():
@@ -142,9 +137,8 @@ def test_final_var(argument, answer):
 
 
 @pytest.mark.parametrize("code, answer", [
-    ("{'a'}", ["a"]), ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", ["b", 1]),
-    ("range(3)", [0, 1, 2]), ("{'a': 1}.keys()", ["a"]),
-    ("numpy.int64(3)", 3), ("numpy.float32(0.5)", 0.5), ("numpy.bool_(True)", True),
+    ("{3, 1, 2}", [1, 2, 3]), ("frozenset({'b', 1})", ["b", 1]), ("range(3)", [0, 1, 2]),
+    ("{'a': 1}.keys()", ["a"]), ("numpy.int64(3)", 3), ("numpy.bool_(True)", True),
     ("numpy.arange(2000)", list(range(2000))), ("[numpy.ones((2, 1))]", [[[1.0], [1.0]]]),
     ("collections.deque([1, 2])", [1, 2]),
     ("collections.Counter('aab')", {"a": 2, "b": 1})])
@@ -173,27 +167,19 @@ def test_what_is_wrong_is_an_error_inside(code, error):
 
 def test_a_draft_of_the_answer_comes_with_every_result():
     results = run("x = 1", "answer['content'] = [1, {2}]", "1 / 0",
-                  "answer['content'] = ''", "answer['content'] = 'x' * 200",
-                  "answer['content'] = (i for i in 'a')",
-                  "answer = 5", "answer = {'content': 7}", answer_chars=100)
-    drafts = [result.draft for result in results]
-    assert drafts == [None, [1, [2]], [1, [2]], None, None, None, None, 7]
-
-
-def test_answer_variable():
-    one, two = run("answer['content'] = {'a': 1}", "answer['ready'] = True; 1 / 0")
-    assert not one.done and two.done and two.final == {"a": 1}
-    one, two = run("answer = 'mine'", "FINAL_VAR('answer')")
-    assert two.final == "mine"
+                  "answer['content'] = 'x' * 200", "answer = 5", "answer = {'content': 7}",
+                  "answer['ready'] = True; 1 / 0", answer_chars=100)
+    drafts = [result.draft for result in results[:-1]]
+    assert drafts == [None, [1, [2]], [1, [2]], None, None, 7]
+    assert [result.done for result in results] == [False] * 6 + [True]
+    assert results[-1].final == 7
 
 
 @pytest.mark.parametrize("code, answer", [
     ("llm_query('a')", ["llm", "a", None]),
     ("llm_query_batched(['a', 2])", [["llm", "a", None], ["llm", "2", None]]),
-    ("rlm_query('a')", ["rlm", "a", None]),
     ("rlm_query('a', {'k': ('v',)})", ["rlm", "a", {"k": ["v"]}]),
     ("rlm_query_batched('a', ['b', 'c'])", [["rlm", "a", "b"], ["rlm", "a", "c"]]),
-    ("rlm_query_batched('a')", [["rlm", "a", None]]),
     ("rlm_query_batched(['a', 'b'])", [["rlm", "a", None], ["rlm", "b", None]]),
     ("[rlm_query_batched([], []), llm_query_batched([])]", [[], []]),
 ])
@@ -203,13 +189,13 @@ def test_queries(code, answer):
 
 def test_queries_of_threads_take_turns_and_each_gets_its_own_answer():
     async def on_query(kind, prompts, contexts):
-        await asyncio.sleep(0.2)  # the clock stands meanwhile
+        await asyncio.sleep(0.05)
         return [prompt + "!" for prompt in prompts]
 
     code = ("from concurrent.futures import ThreadPoolExecutor; import threading\n"
             "print(list(ThreadPoolExecutor(4).map(llm_query, 'abcdef')))\n"
             "threading.Thread(target=llm_query, args='g').start()")
-    one, two = run(code, "FINAL(llm_query('h'))", on_query=on_query, seconds=1)
+    one, two = run(code, "FINAL(llm_query('h'))", on_query=on_query)
     assert one.stdout == f"{[c + '!' for c in 'abcdef']}\n" and two.final == "h!"
 
 
@@ -227,8 +213,7 @@ def test_a_handler_that_ends_the_wait_for_an_answer_ends_the_repl():
 
 
 def test_queries_that_are_too_many_or_that_nobody_answers_are_error_strings():
-    alone = run("print(llm_query('a'))")[0].stdout
-    assert "Error: this REPL has no model" in alone
+    assert "Error: this REPL has no model" in final("FINAL(llm_query('a'))")
     code = "print(len(llm_query_batched(['a'] * 3))); print(llm_query_batched([1, 2]))"
     for result in run(code, code, on_query=echo, queries=4):
         assert result.stdout.startswith("3\n['Error: a block may ask 4 queries")
@@ -236,56 +221,42 @@ def test_queries_that_are_too_many_or_that_nobody_answers_are_error_strings():
 
 def test_the_clock_is_the_servers_and_stops_for_queries():
     async def slow(kind, prompts, contexts):
-        time.sleep(1)  # the client is busy, as with a forward pass
+        if prompts == ["slow"]:
+            time.sleep(1.2)  # the client is busy, as with a forward pass
         return prompts
 
-    busy = "import time\nwhile time.process_time() < 0.5: pass"
-    blocks = (busy, "print(llm_query('x'))", "1 / 0", "llm_query('a')\nwhile True: pass")
-    *results, late = run(*blocks, on_query=slow, seconds=0.8)
-    assert late.died == "timeout" and 0.8 <= late.seconds < 2
-    assert results[1] == Result(stdout="x\n")
-    assert [r.seconds >= 0.3 for r in results] == [True, False, False]
+    asks, loops = "print(llm_query('slow'))", "llm_query('a')\nwhile True: pass"
+    one, late = run(asks, loops, on_query=slow, seconds=0.1)
+    assert one == Result(stdout="slow\n")  # a tenth of 1.2 s would be too much
+    assert late.died == "timeout" and 0.1 <= late.seconds < 1
     forged = "s = FINAL.__self__.worker.sock\ns.sendall(b'\\0\\0\\0\\1T0')"
     assert run(forged)[0].died == "protocol"  # no worker sets its own clock
 
 
 def test_a_busy_machine_ends_no_block_and_sleeping_ends_one_late():
     """Each of 12 blocks needs half of its seconds, of a machine with fewer cores."""
-    busy = "import time\nwhile time.process_time() < 0.7: pass\nFINAL(1)"
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nFINAL(1)"
 
     async def one(code, seconds):
         async with REPL("", limits=Limits(seconds=seconds)) as repl:
             return await repl.execute(code)
 
     async def go():
-        many = [one(busy, 1.4) for _ in range(12)]
+        many = [one(busy, 0.6) for _ in range(12)]
         return await asyncio.gather(*many, one("import time; time.sleep(99)", 0.1))
 
     *results, slept = asyncio.run(go())
     assert [r.final for r in results] == [1] * 12
-    assert all(0.5 < r.seconds < 1.4 for r in results)
+    assert all(0.2 < r.seconds < 0.6 for r in results)
     assert slept.died == "timeout" and 0.1 <= slept.seconds < 1
 
 
 def test_processes_of_a_block_count_together():
-    code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-    result = run(code, seconds=2)[0]
-    assert result.died == "timeout" and 2 <= result.seconds < 4
-
-
-def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
-    repl = REPL("")
-    closed = asyncio.run(repl.execute("import sys; sys.stdout.close(); print('on')"))
-    assert closed == Result(stdout="on\n")
-    assert asyncio.run(repl.execute("print('and on')")).stdout == "and on\n"
-
-
-def test_a_failing_query_is_the_machines_failure():
-    async def fails(*_):
-        raise OSError("no such model")
-
-    with pytest.raises(OSError, match="no such model"):
-        run("try: llm_query('a')\nexcept BaseException: pass", on_query=fails)
+    """The first one sleeps: by the wall clock it would have five seconds."""
+    start = time.monotonic()
+    code = "import os, time\nif os.fork(): time.sleep(99)\nwhile True: pass"
+    assert run(code, seconds=0.5)[0].died == "timeout"
+    assert time.monotonic() - start < 4
 
 
 @BOTH
@@ -300,7 +271,7 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
         return [""]
 
     async def go():
-        async with REPL("", limits=Limits(seconds=1, sandbox=mode)) as repl:
+        async with REPL("", limits=Limits(seconds=0.4, sandbox=mode)) as repl:
             block = asyncio.create_task(repl.execute(fork + forever, note))
             while not pids:
                 assert not block.done(), block
@@ -308,19 +279,9 @@ def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
             await asyncio.sleep(0.05)
             eventually(lambda: not any(map(alive, pids)), 60)  # blocks like a forward pass
             result = await block
-            assert result.died == "timeout" and "more than 1 s" in result.error
+            assert result.died == "timeout" and "more than 0.4 s" in result.error
 
     asyncio.run(go())
-
-
-def test_a_worker_that_dies_while_its_context_arrives():
-    async def go():
-        with pytest.raises(REPLError, match="did not start.*(MemoryError|ended)"):
-            await REPL("x" * (30 << 20), limits=Limits(memory_mb=60)).execute("")
-        async with REPL("y", limits=Limits()) as repl:
-            assert (await repl.execute("FINAL(context)")).final == "y"
-
-    asyncio.run(asyncio.wait_for(go(), 20))
 
 
 def test_a_start_that_fails_is_the_machines_failure():
@@ -398,8 +359,10 @@ asyncio.run(start("off"))
 print(Handle.current.process.pid, Handle.current.base, flush=True)
 os.kill(os.getpid(), 9)
 """
-def program(*command):
-    return subprocess.run(command, text=True, capture_output=True, cwd=ROOT)
+
+
+def program(*command, **more):
+    return subprocess.run(command, text=True, capture_output=True, cwd=ROOT, **more)
 
 
 def test_where_the_kernel_refuses():
@@ -410,32 +373,6 @@ def test_where_the_kernel_refuses():
     auto, required, off = done.stdout.splitlines()
     assert auto == off == "it runs" and "lost" in required
     assert done.stderr.count("the sandbox has no namespaces") == 2  # it says why
-
-
-def test_without_free_descriptors_one_repl_is_refused_and_the_others_go_on():
-    code = """if True:
-        import asyncio, os, resource
-        from repl import Handle, REPL, REPLError
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
-
-        async def go():
-            repls, refused = [REPL("") for _ in range(30)], 0
-            for repl in repls:
-                try:
-                    await repl.execute("")
-                except REPLError:
-                    refused += 1
-            assert 0 < refused < 10
-            assert (await repls[0].execute("FINAL(1)")).final == 1
-
-        asyncio.run(go())
-        if os.fork() == 0:
-            raise SystemExit  # runs what the parent registered for its exit
-        os.wait()
-        assert os.path.exists(Handle.current.base)
-        print("well")"""
-    done = program(sys.executable, "-c", code)
-    assert done.stdout == "well\n", done.stderr
 
 
 def test_the_end_of_the_client_ends_its_server():

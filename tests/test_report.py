@@ -9,16 +9,8 @@ from tree import Node, Rollout, Turn
 
 EVIL = ("</script><script>document.title='PWNED'</script>",
         "<img src=x onerror=\"document.title='PWNED'\">", "<!--<script>",
-        "]]>'\"&amp;&lt;b&gt;", "\u2028\u2029\x00\x1b[31m\ud800",
-        "<svg/onload=document.title='PWNED'>", "javascript:document.title='PWNED'",
-        "{{7*7}}${7*7}")
+        "]]>'\"&amp;&lt;b&gt;", "\u2028\u2029\x00\x1b[31m\ud800", "{{data}} {{body}}")
 HOSTILE = "\n".join(EVIL)
-
-
-def row(method, length, score):
-    return {"task": "evidence", "method": method, "length": length, "n": 8, "failed": 0,
-            "score": score, "low": score, "high": score, "in": 10.0, "out": 3.0,
-            "nodes": 2.0, "seconds": 0.1, "ends": {"final": 8}}
 
 
 def tree(text, children=0):
@@ -32,37 +24,22 @@ def tree(text, children=0):
     return Rollout(Task("t", "evidence", text, None, [text]), "t", root, 0.5, "")
 
 
-def hostile_page():
-    """Everything that can come from outside is hostile."""
+def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = tree(HOSTILE, children=3), tree("plain")
-    pair = {"task": HOSTILE, "length": 2000, "a": HOSTILE, "b": HOSTILE, "n": 3,
-            "difference": 0.1, "low": -0.1, "high": 0.3}
-    return report.page(
-        HOSTILE, {HOSTILE: HOSTILE}, [row(HOSTILE, 2000, 0.2) | {"task": HOSTILE}],
+    page = report.page(
+        HOSTILE, {HOSTILE: HOSTILE}, [],
         trees=[(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)],
-        metrics=[{"phase": "grpo", "step": i, "reward": i / 9} for i in range(9)],
-        advantages={node: 1.25 for node in first.root.walk()}, differences=[pair])
-
-
-def test_hostile_text_adds_no_tag_and_ends_no_script():
-    page = hostile_page()
+        advantages={node: 1.25 for node in first.root.walk()})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
     assert "default-src 'none'" in page and "innerHTML" not in page
-
-
-def test_the_data_of_the_page_are_what_was_packed():
-    first, second = data_of(hostile_page())["trees"]
+    first, second = data_of(page)["trees"]
     root = first["nodes"][0]
     assert first["query"] == HOSTILE and second["query"] == "plain"
     assert root["turns"][2] == {"role": "assistant", "text": HOSTILE}
     assert [first["nodes"][i]["answer"] for i in root["children"]] == [HOSTILE] * 3
     assert {node["adv"] for node in first["nodes"]} == {1.25}
     assert second["nodes"][0]["adv"] is None
-
-
-def test_what_fills_the_template_is_not_filled_again():
-    assert data_of(report.page("{{data}}", {"{{body}}": "{{title}}"}, []))["trees"] == []
 
 
 def test_sampled_tokens_carry_their_log_probability():

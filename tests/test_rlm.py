@@ -1,7 +1,6 @@
 """The recursion, with scripted policies and the real REPL; then the trained tiny model."""
 import asyncio
 import json
-import os
 import random
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from repl import BUILTINS, Limits, REPLError
 from rlm import RLMConfig, opening, parse, rollout
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
-from tree import Completion, Node, Refused, Turn, Unscored, render
+from tree import Completion, Node, Refused, Turn, Unscored
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,13 +40,12 @@ class Script:
 
     def __init__(self, says, tokenizer=None, cut=None):
         self.says, self.tokenizer, self.cut = says, tokenizer, cut or {}
-        self.keys, self.granted = [], []
+        self.keys = []
 
     async def __call__(self, node, max_tokens, key):
         self.keys.append(key)
-        self.granted.append(max_tokens)
         await asyncio.sleep(0)  # siblings get to ask before this one is answered
-        texts = self.says[node.path] if node.path in self.says else self.says["*"]
+        texts = self.says.get(node.path) or self.says["*"]
         if callable(texts):
             texts = texts(node)
         text = texts if isinstance(texts, str) else texts[node.written]
@@ -104,33 +102,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
     assert root.children[0].turns[1].text.startswith("split\n")
 
 
-def test_children_of_one_batch_run_side_by_side():
-    met = []
-
-    async def policy(node, max_tokens, key):
-        if not node.path:
-            return Completion(block("FINAL(rlm_query_batched('q', [1, 2, 3]))"))
-        met.append(node.path)
-        while len(met) < 3:  # each waits for all: one after another would never end
-            await asyncio.sleep(0.001)
-        return Completion(block("FINAL(context)"))
-
-    async def go():
-        return await asyncio.wait_for(rollout(task(), policy, None, RLMConfig()), 20)
-    assert asyncio.run(go()).answer == [1, 2, 3]
-
-
-def test_llm_queries_are_leaves_that_see_only_their_prompt():
-    root = grow({(): block("FINAL([llm_query('one {x}')] + "
-                          "llm_query_batched(['two', 'three']))"),
-                "*": lambda node: f"reply to {node.turns[1].text}"})
-    assert root.answer == ["reply to one {x}", "reply to two", "reply to three"]
-    assert [(n.path, n.kind, n.end) for n in root.children] == [
-        ((i,), "llm", "text") for i in range(3)]
-    assert all("the context" not in t.text for n in root.children for t in n.turns)
-
-
-@pytest.mark.parametrize("max_depth", [0, 1, 2])
+@pytest.mark.parametrize("max_depth", [0, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
     root = grow({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
                 else block("FINAL(rlm_query('what?', [context, 'ß']))")},
@@ -172,12 +144,10 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
             runs.append((root.mask[at], tuple(root.ids[at:i])))
             at = i
     assert [ids for bit, ids in runs if bit] == [c.ids for c in completions]
-    shown = [list(ids) for bit, ids in runs if not bit]
     users = [t.text for t in root.turns if t.role == "user"]
-    assert shown[0] == tiny.open(root.turns[0].text, users[0])
-    assert shown[1] == tiny.observe(users[1], closed=True)
-    assert shown[2] == tiny.observe(users[2], closed=False)
-    assert shown[1][0] != tiny.end_of_turn and shown[2][0] == tiny.end_of_turn
+    assert [list(ids) for bit, ids in runs if not bit] == [
+        tiny.open(root.turns[0].text, users[0]), tiny.observe(users[1], closed=True),
+        tiny.observe(users[2], closed=False)]
     assert [p for p, bit in zip(root.logprobs, root.mask) if bit] == [
         p for c in completions for p in c.logprobs]
 
@@ -186,13 +156,11 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 
 
 @pytest.mark.parametrize("text, code", [
-    ("", None), ("no code", None), ("```python\nx\n```", None), ("```\nx\n```", None),
-    ("```repl\nFINAL(1)", None), ("```repl\nFINAL(1)```", None), ("```repl x\n```", None),
+    ("", None), ("```python\nx\n```", None), ("```repl\nFINAL(1)```", None),
     # As models write it: behind words, with other line ends, with longer fences.
     ("Code: ```repl\nx\n```", "x\n"), ("```repl\r\nx = 1\r\n```", "x = 1\r\n"),
     ("````repl\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
-    ("````repl\nx\n```", None), ("```repl\n```", ""),
-    ("```repl  \nx = '''\n  ```\n'''\n```", "x = '''\n  ```\n'''\n"),
+    ("````repl\nx\n```", None), ("```repl  \nx = ' ```'\n```", "x = ' ```'\n"),
     # An open block holds all fences that are shorter.
     ("````repl\nx\n```repl\ny\n```\n````", "x\n```repl\ny\n```\n"),
     # A thought is no code, also where the prompt has opened it, or where it does not end.
@@ -203,19 +171,6 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 def test_a_message_ends_with_its_first_complete_block(text, code):
     behind = "" if code is None else "\nand\n```repl\nFINAL(2)\n```"
     assert parse(text + behind) == (text, code)
-
-
-@pytest.mark.parametrize("fence", ["```", "```python", "`````"])
-def test_a_fence_ends_a_block_for_a_server_and_for_the_sampler(fence):
-    """The sampler asks after each character whether the block is complete."""
-    text = f"```repl\nx = 1\n{fence}\nor\n```\n"
-    ends = [end for end in range(len(text)) if parse(text[:end])[1] is not None]
-    assert parse(text) == parse(text[:ends[0]]) == ("```repl\nx = 1\n```", "x = 1\n")
-
-
-def test_fences_that_do_not_close_are_read_once():
-    text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
-    assert parse(text) == (text, None)
 
 
 def test_what_a_server_writes_behind_a_block_is_cut():
@@ -255,12 +210,14 @@ def test_a_message_without_a_complete_block_runs_nothing_and_counts_as_an_error(
 
 
 @pytest.mark.parametrize("last, end", [
-    ("x = 1", "turns"), ("while True: pass", "timeout"), ("x = 1" + " " * 9000, "window")])
-def test_a_node_without_final_answers_with_what_it_has_put_into_answer(last, end):
+    ("x = 1", "turns"), ("while True: pass", "timeout"),
+    ("import os; os._exit(3)", "crash"), ("x = 1" + " " * 9000, "window")])
+def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(last, end):
+    """And its parent goes on."""
     says = [block("answer['content'] = {'best': [1]}"), block(last), block("x = 2")]
-    root = grow({(): block("FINAL(rlm_query('q', 1))"), "*": says},
-               limits=Limits(seconds=1.0), max_turns=3, window=1800, turn_tokens=100)
-    assert root.answer == {"best": [1]} and root.children[0].end == end
+    root = grow({(): block("FINAL([rlm_query('q', 1), 7])"), "*": says},
+                limits=Limits(seconds=0.3), max_turns=3, window=1800, turn_tokens=100)
+    assert root.answer == [{"best": [1]}, 7] and root.children[0].end == end
 
 
 # --- budgets ------------------------------------------------------------------------------
@@ -274,9 +231,6 @@ def test_the_node_budget_is_the_trees_and_a_batch_gets_exactly_its_results_in_or
     assert len(values) == 5 and values[:3] == ["aa", "bb", "cc"]
     for error in (*values[3:], late):
         assert error == "Error: the tree's budget of 4 nodes is used up"
-    root = grow({"*": block("FINAL(rlm_query_batched('q', [1, 2, 3]))")},
-               max_nodes=9, max_depth=9)
-    assert len(list(root.walk())) == 9
 
 
 @pytest.mark.parametrize("says", ["ok", "word " * 60])
@@ -306,10 +260,10 @@ def test_tokens_are_reserved_before_refunded_after_and_waited_for(tiny, says):
 
 
 def test_the_trees_seconds_in_code_end_nodes_with_budget():
-    busy = block("import time\nwhile time.process_time() < 0.3: pass")
+    busy = block("import time\nwhile time.process_time() < 0.1: pass")
     says = {(): [busy, block("FINAL(rlm_query('x'))")], "*": [busy, block("FINAL('in')")]}
     assert grow(says, seconds=30.0).answer == "in"
-    root = grow(says, seconds=0.5)
+    root = grow(says, seconds=0.15)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
 
@@ -329,45 +283,20 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
 
 @pytest.mark.parametrize("with_tokens", [True, False])
 def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, with_tokens):
+    """An error is shown, however much was printed."""
     tokenizer = tiny if with_tokens else None
-    says = {(): [block("print('word ' * 1500)"), block("FINAL(1)")]}
+    says = {(): [block("print('word ' * 1500); 1 / 0"), block("FINAL(1)")]}
     most = 1
     for window in (1600, 1900, 2200):
         root = grow(says, tokenizer=tokenizer, window=window, turn_tokens=100)
         [shown] = seen(root)
         kept, missing = re.search(r"output:\n(.*)\n... \[(\d+) characters cut: the window "
-                                  r"is full\]", shown, re.DOTALL).groups()
+                                  r"is full\].*ZeroDiv", shown, re.DOTALL).groups()
         assert root.answer == 1 and len(kept) + int(missing) == 7500
         assert kept == ("word " * 1500)[:len(kept)] and len(kept) >= most > 0
         most = len(kept)
         used = len(root.ids) if with_tokens else sum(len(t.text) // 4 for t in root.turns)
         assert used < window - 100  # a message of 100 tokens still fits
-
-
-@pytest.mark.parametrize("window", [32_000, 1600])
-def test_an_error_is_shown_however_much_was_printed(tiny, window):
-    root = grow({(): [block("print('x' * 9000); 1 / 0"), block("FINAL(1)")]},
-                tokenizer=tiny, window=window, turn_tokens=100,
-                limits=Limits(output_chars=8000))
-    [shown] = seen(root)
-    assert "ZeroDivisionError" in shown and "xxx" in shown and "characters cut" in shown
-
-
-@pytest.mark.parametrize("code, end", [
-    ("x = 1", "turns"), ("while True: pass", "timeout"),
-    ("import os; os._exit(3)", "crash"),
-    # What an explorer may find: the worker's own way to answer, with words of its own.
-    ("FINAL.__self__.worker.done('', died='\\x1b[2Jsomething')", "protocol"),
-    ("w = FINAL.__self__.worker\nw.sock.sendall(b'\\0\\0\\0\\2D{}')", None),
-    ("w = FINAL.__self__.worker\nw.sock.sendall(b'\\0\\0\\0\\2Z{}')", "protocol")])
-def test_what_befalls_the_repl_ends_the_node_not_the_tree(code, end):
-    root = grow({(): block("FINAL([rlm_query('q', 1), 7])"), "*": [block(code)] * 2},
-               limits=Limits(seconds=1.0 if end == "timeout" else 30.0), max_turns=2)
-    [child] = root.children
-    assert child.answer is None
-    assert child.end == end or (end is None and rlm.ENDS[child.end])
-    assert root.answer[0].startswith("Error: the call ended without an answer")
-    assert root.answer[1] == 7 and "\x1b" not in render(root)
 
 
 async def picky(node, max_tokens, key):
@@ -463,14 +392,6 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         trees(KeyError("a bug"))
 
 
-def test_a_bug_in_a_policy_keeps_its_traceback_and_is_not_the_machines_failure():
-    async def policy(node, max_tokens, key):
-        return node.no_such_field
-
-    with pytest.raises(AttributeError, match="no_such_field"):
-        asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
-
-
 def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():
     async def price(task, answer, root):
         return root.score - 0.25 * len(root.children)
@@ -489,14 +410,12 @@ def test_at_most_at_once_trees_run_side_by_side():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        while most < 3:  # the first ones wait for each other
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         running -= 1
         return Completion(block("FINAL(0)"))
 
-    asyncio.run(asyncio.wait_for(collect([evidence(i) for i in range(7)], policy, None,
-                                         RLMConfig(), at_once=3), 60))
+    questions = [evidence(i) for i in range(7)]
+    asyncio.run(collect(questions, policy, None, RLMConfig(), at_once=3))
     assert most == 3
 
 
@@ -516,16 +435,12 @@ def test_every_completion_has_a_key_of_its_own():
 
 
 def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(tmp_path):
-    path = tmp_path / "rlm.json"
     assert rlm.load_config(str(tmp_path), 512) == RLMConfig(window=512)
     config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", True,
                        Limits(seconds=1.5, output_chars=77))
-    config.save(str(path))
-    assert rlm.load_config(str(tmp_path)) == config and os.listdir(tmp_path) == ["rlm.json"]
+    config.save(str(tmp_path / "rlm.json"))
+    assert rlm.load_config(str(tmp_path)) == config
     assert rlm.load_config(str(tmp_path), 512).window == 512
-    path.write_text('{"max_turns": 2, "limits": {"queries": 3}}')
-    expected = RLMConfig(max_turns=2, limits=Limits(queries=3))
-    assert rlm.load_config(str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("path", [(), (0,)])
@@ -557,18 +472,6 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
     outside = trained.completion(notes.query, notes.context, "notes")
     assert outside == notes.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
-
-
-@pytest.mark.parametrize("args, says", [
-    (("--model", "/nonexistent", "q", "rlm.py"), "/nonexistent"), ((), "question"),
-    (("--model", "/nonexistent", "q", "no.md"), "no.md")])
-def test_a_mistake_on_the_command_line_is_one_line(args, says, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    message = command(rlm, monkeypatch, *args)
-    out, err = capsys.readouterr()
-    said = err if message == 2 else f"{message}\n"
-    assert out == "" and said.startswith("rlm.py: ") and said.count("\n") == 1
-    assert says in said
 
 
 def test_the_demo_shows_a_tree_with_its_gold_and_its_score(monkeypatch, capsys):

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,10 +151,9 @@ def slow_decode(q, keys, values, lengths, tables):
 
 
 def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
-                seqused_k, block_table, num_splits=None, unsplit=16):
+                seqused_k, block_table, num_splits=None):
     """What torch says of varlen_attn over pages: each token is a request that decodes. And
-    what it does where it splits more than `unsplit` keys: all requests write to one place.
-    On a GPU these are 128 keys, or 256."""
+    what it does if it may split keys: all requests write to one place."""
     assert window_size == (-1, 0) and enable_gqa and (SPLITS or num_splits is None)
     assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
     new = starts.diff()
@@ -165,7 +163,7 @@ def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enabl
     after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
     lengths = (seqused_k[row] - after + 1).int()
     out = slow_decode(q, keys, values, lengths, block_table[row].contiguous())
-    if SPLITS and num_splits != 1 and longest > unsplit:
+    if SPLITS and num_splits != 1:
         parts, out = out.split(new.tolist()), torch.zeros_like(out)
         for part in parts:
             out[:len(part)] = part
@@ -220,33 +218,6 @@ def test_the_kernel_for_cuda_is_what_it_says_in_the_interpreter():
     in_a_process(IN_INTERPRETER, TRITON_INTERPRET="1")
 
 
-COMPILED = """
-import engine.decode as kernels
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-sizes = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
-types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables": "*i32",
-         "parts": "*fp32", "sums": "*fp32"}
-for kernel in (kernels.attend_spans, kernels.merge_spans):
-    names = kernel.arg_names
-    constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
-    signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")
-                 for name in names}
-    for capability in (80, 90):
-        source = ASTSource(kernel, signature, constants)
-        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-"""
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu_without_one():
-    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
-    pytest.importorskip("triton")
-    in_a_process(COMPILED)
-
-
 def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
     in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
 
@@ -263,18 +234,6 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
         monkeypatch.setattr(engine.pages, "decode", broken)
         assert isinstance(make().attention, engine.pages.GatheredRows)
         assert ("slower" in capsys.readouterr().out) == (attention != "rows")
-
-
-@pytest.mark.skipif(not SPLITS, reason="varlen_attn never splits keys over pages")
-@pytest.mark.parametrize("attention", ["packed"], indirect=True)
-def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
-    """Of as many as a GPU splits."""
-    monkeypatch.setattr(engine.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
-    model = build(max_position_embeddings=384)
-    for told, right in ((engine.pages.UNSPLIT, engine.pages.FlashPages),
-                        ({}, engine.pages.GatheredRows)):
-        monkeypatch.setattr(engine.pages, "UNSPLIT", told)
-        assert type(make(model, window=384, page=256).attention) is right
 
 
 def in_a_process(code, **environment):
@@ -324,7 +283,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
 
 def test_a_match_is_the_longest_cached_prefix():
     """Against a search through all pages, while requests come, grow and go."""
-    for seed in range(500):
+    for seed in range(150):
         rng = random.Random(seed)
         size, running, prefixes = rng.choice([1, 3, 8]), [], {}
         pages = Pages(12, size)
@@ -356,38 +315,6 @@ def test_a_match_is_the_longest_cached_prefix():
             if running and rng.random() < 0.6:
                 for page in reversed(running.pop(rng.randrange(len(running))).pages):
                     pages.release(page)
-
-
-def test_prompts_of_one_step_do_not_disturb_each_other(attention):
-    async def main():
-        sampler = make()
-        rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
-        done = await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
-        assert sampler.stats["steps"] == 4  # all prompts in the first
-        for row, got in zip(rows, done):
-            ids, logprobs = naive_greedy(MODEL, row, 4)
-            assert got.ids == ids and close(got.logprobs, logprobs)
-    asyncio.run(main())
-
-
-def test_parents_that_wait_and_their_children_share_a_pool_without_deadlock():
-    """Three levels of a tree in a pool of one window: the oldest is never preempted."""
-    async def node(sampler, depth, key):
-        row = [1, 2, 3, 4, 5, depth]
-        for turn in range(2):
-            got = await sampler.generate(row, 6, key=(*key, turn))
-            row = row + list(got.ids) + [6, 7]
-            if depth < 2:
-                children = (node(sampler, depth + 1, (*key, i)) for i in range(2))
-                await asyncio.gather(*children)
-
-    async def main():
-        sampler = make(tokens=WINDOW, batch=16)
-        await asyncio.wait_for(gather(*(node(sampler, 0, (i,)) for i in range(3))), 120)
-        check_at_rest(sampler)
-        return sampler.stats["preemptions"]
-
-    assert asyncio.run(main()) > 0
 
 
 @pytest.mark.parametrize("page", [1, 64])
@@ -432,23 +359,12 @@ def test_tokens_come_as_often_as_the_tempered_softmax_says(temperature):
     assert close(logprobs, logits[0].log_softmax(-1)[new].tolist())
 
 
-@pytest.mark.parametrize("pool, length, max_tokens, sampled, stop", [
-    (4096, 3, 10, 10, "length"), (4096, WINDOW - 10, 10, 10, "length"),
-    (4096, WINDOW - 10, 11, 10, "window"), (24, 20, 99, 4, "window")])
-def test_the_end_is_length_at_max_tokens_and_window_at_the_end_of_window_or_pool(
-        pool, length, max_tokens, sampled, stop):
-    ids = [1 + i % 7 for i in range(length)]
-    got = asyncio.run(make(tokens=pool).generate(ids, max_tokens, temperature=0))
-    assert (len(got.ids), got.stop) == (sampled, stop)
-    assert got.ids == naive_greedy(MODEL, ids, sampled)[0]
-    assert got.usage == {"prompt": length, "sampled": sampled}
-
-
 def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestricted_one():
     def message(**more):
         return asyncio.run(make().generate([1, 2, 3], 30, key=(7,), **more))
 
     whole = message()
+    assert (whole.stop, whole.usage) == ("length", {"prompt": 3, "sampled": 30})
     for n in (1, 4, 30):
         got = message(is_over=lambda ids: len(ids) == 3 + n)
         assert got.ids == whole.ids[:n] and got.stop == "block"
@@ -457,42 +373,28 @@ def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestric
 
 # --- weights ---------------------------------------------------------------------------
 
-def test_the_sampler_keeps_its_own_weights_until_load_brings_new_ones():
+@pytest.mark.parametrize("copy", [True, False])
+def test_new_weights_reach_the_sampler_with_load(copy):
+    """From the trainer to its own copy, or as it shares a model with adapters."""
     trained = build(0)
-    sampler = make(trained, batch=2, copy=True)
-    ids = [3, 1, 4, 1, 5]
+    if not copy:
+        trained.add_lora(2, 32.0)
+    sampler = make(trained, batch=2, copy=copy)
+    assert (sampler.model is trained) == (not copy)
 
     def sample():
-        return asyncio.run(sampler.generate(ids, 12, key=(1,)))
+        return asyncio.run(sampler.generate([3, 1, 4, 1, 5], 12, key=(1,)))
 
     before = sample()
     with torch.no_grad():
-        for weight, other in zip(trained.parameters(), build(1).parameters()):
-            weight.copy_(other)
-    assert sample().ids == before.ids
+        for weight in trained.parameters():
+            if weight.requires_grad:
+                weight += 0.1
+    assert not copy or sample().ids == before.ids
     sampler.load(trained)
-    after, fresh = sample(), alone(build(1), ids, 12, key=(1,))
+    after, fresh = sample(), alone(trained.merged_copy(), [3, 1, 4, 1, 5], 12, key=(1,))
     assert after.ids == fresh.ids != before.ids
-    assert close(after.logprobs, fresh.logprobs, 1e-5)
-    assert all(weight.requires_grad for weight in trained.parameters())
-
-
-def test_a_sampler_may_share_the_weights_and_then_takes_no_others():
-    """After `load` it knows them as they are, adapters included."""
-    model = build(0)
-    model.add_lora(2, 32.0)
-    sampler = make(model, batch=2)
-    assert sampler.model is model
-    ids = [3, 1, 4, 1, 5]
-    before = asyncio.run(sampler.generate(ids, 12, key=(1,)))
-    with torch.no_grad():
-        for adapter in model.adapters().values():
-            adapter += 0.1
-    sampler.load(model)
-    after = asyncio.run(sampler.generate(ids, 12, key=(1,)))
-    merged = alone(model.merged_copy(), ids, 12, key=(1,))
-    assert after.ids == merged.ids != before.ids
-    assert close(after.logprobs, merged.logprobs, 1e-4)
+    assert close(after.logprobs, fresh.logprobs)
 
 
 # --- failures -----------------------------------------------------------------------------
@@ -516,6 +418,14 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
     asyncio.run(main())
 
 
+async def works(sampler, model=MODEL):
+    """Whether it serves requests as if nothing had happened."""
+    rows = [[i, 2, 3] for i in range(5)]
+    done = gather(*(sampler.generate(row, 5, temperature=0) for row in rows))
+    return [got.ids for got in await asyncio.wait_for(done, 20)] == [
+        naive_greedy(model, row, 5)[0] for row in rows]
+
+
 def test_after_logits_that_are_not_finite_the_sampler_works_again():
     """Their keys and values do not reach the next requests through the pool."""
     poison, sick = 11, build(tied=False)
@@ -527,8 +437,7 @@ def test_after_logits_that_are_not_finite_the_sampler_works_again():
         for _ in range(3):
             bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, temperature=0))
             assert isinstance(bad, SamplerError) and "finite" in str(bad)
-            good = await sampler.generate([1, 2], 4, temperature=0)
-            assert good.ids == naive_greedy(sick, [1, 2], 4)[0]
+            assert await works(sampler, sick)
     asyncio.run(main())
 
 
@@ -545,11 +454,9 @@ def test_after_an_exception_in_the_model_the_sampler_works_again(monkeypatch):
             return hidden(*args)
 
         monkeypatch.setattr(sampler.model, "hidden", failing)
-        rows = [[2, 3, i] for i in range(5)]
-        done = await gather(*(sampler.generate(row, 30) for row in rows))
+        done = await gather(*(sampler.generate([2, 3, i], 30) for i in range(5)))
         assert all(isinstance(got, SamplerError) and "no room" in str(got) for got in done)
-        done = await gather(*(sampler.generate(row, 6, temperature=0) for row in rows))
-        assert [got.ids for got in done] == [naive_greedy(MODEL, row, 6)[0] for row in rows]
+        assert await works(sampler)
     asyncio.run(main())
 
 
@@ -565,10 +472,4 @@ def test_a_loop_that_ends_under_running_requests_leaves_a_sampler_that_works():
     tasks = asyncio.run(abandoned())
     assert all(task.cancelled() for task in tasks)
     sampler.load(MODEL)  # which raises if a request counted as running
-
-    async def main():
-        rows = [[i, 2, 3] for i in range(5)]
-        done = await asyncio.wait_for(
-            gather(*(sampler.generate(row, 5, temperature=0) for row in rows)), 20)
-        assert [got.ids for got in done] == [naive_greedy(MODEL, row, 5)[0] for row in rows]
-    asyncio.run(main())
+    assert asyncio.run(works(sampler))

@@ -10,7 +10,7 @@ import pytest
 
 import tasks
 import util
-from tasks import Task, deep, evidence, oolong, reward
+from tasks import Task, evidence, reward
 from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
                            search, source)
 from tasks.questions import Questions, read, split
@@ -19,15 +19,6 @@ from tree import Node
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
-
-
-def test_what_a_kind_lacks_is_named():
-    with pytest.raises(ValueError, match="'poetry'; there are: notes, evidence, deep"):
-        tasks.load("poetry")
-    with pytest.raises(ValueError, match="the task deep reads no files"):
-        read(PAPERS, deep)
-    with pytest.raises(ValueError, match="deep tasks have one size"):
-        tasks.make(deep, random.Random(0), tokens=2_000)
 
 
 LETTERS = '''
@@ -93,17 +84,6 @@ def test_a_mistake_in_a_file_ends_in_that_file(letters):
     assert not util.is_theirs(ZeroDivisionError())
 
 
-def test_two_tasks_of_one_name_are_refused(letters, tmp_path):
-    tasks.load(letters)
-    (tmp_path / "other").mkdir()
-    for name in ("niah.py", Path(letters).name):
-        (tmp_path / "other" / name).write_text(LETTERS)
-        with pytest.raises(ValueError, match="rename the file"):
-            tasks.load(str(tmp_path / "other" / name))
-    with pytest.raises(ValueError, match="no such file"):
-        tasks.load("nowhere.py")
-
-
 FIVE = "One one. Two two. Three WORD three. Four four. Five five."
 TIDES = "A tide came. A tide went. Quiet now. A tide came."
 
@@ -114,7 +94,7 @@ TIDES = "A tide came. A tide went. Quiet now. A tide came."
     (FIVE, ("word", 11), ["Two two. Three WORD three. Four four."]),
     (TIDES, ("tide", 0), ["A tide came.", "A tide went.", "A tide came."]),
     (TIDES, ("tide", 3), ["A tide came. A tide went.", "Quiet now. A tide came."]),
-    (TIDES, ("absent",), []), (TIDES, ("",), []), ("", ("word",), []), ("", ("",), []),
+    (TIDES, ("absent",), []), (TIDES, ("",), []), ("", ("word",), []),
     # letters that change length in lower case do not shift passages
     ("İİİİ. The tide. İİ.", ("tide", 0), ["The tide."]),
     # over a dict of papers: those that have some
@@ -131,9 +111,7 @@ def test_the_other_tools_read_the_layout_of_a_paper():
     assert get_paper_abstract(task.context, "tides-3") == "Notes from two enclosed seas."
     assert get_paper_abstract({"x": "no such mark"}, "x") == ""
     assert extract_section("a (b) c (d) e", "(", ")") == "(b)"
-    assert extract_section("|one|two|", "|", "|") == "|one|"
-    for text in ("no start)", "(no end"):
-        assert extract_section(text, "(", ")") == ""
+    assert extract_section("(no end", "(", ")") == ""
 
 
 PAPER = {"paperId": "p", "title": "T", "abstract": "A", "text": "Some text. More."}
@@ -151,9 +129,9 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
              "text.\nSome text.", ["5437923"]),
     "oolong": ({"id": 810080042, "context_window_text": "Date: Sep 06, 2023 || User: 14512 "
                 "|| Instance: What is a tonne ?", "question": "Which?", "answer":
-                "['incorrect']", "answer_type": "ANSWER_TYPE.LABEL"}, "Which?",
+                "[datetime.date(2023, 1, 6)]", "answer_type": "ANSWER_TYPE.DATE"}, "Which?",
                "Date: Sep 06, 2023 || User: 14512 || Instance: What is a tonne ?",
-               {"type": "LABEL", "value": "incorrect"}),
+               {"type": "DATE", "value": "2023-01-06"}),
 }
 
 
@@ -167,18 +145,8 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
     row, query, context, gold = ROWS[kind]
     task, = read(write(tmp_path / "rows.jsonl", row), tasks.load(kind))
     assert task == Task("row-1", kind, query, context, gold)
-    right = {"oolong": "incorrect", "evidence": ["Some text."]}.get(kind, gold)
+    right = {"oolong": "2023-01-06", "evidence": ["Some text."]}.get(kind, gold)
     assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
-
-
-@pytest.mark.parametrize("text, kind, value", [
-    ("[7]", "NUMERIC", "7"), ("['more common than']", "COMPARISON", "more common than"),
-    ("[datetime.date(2023, 1, 6)]", "DATE", "2023-01-06"), ("[44106]", "USER", "44106"),
-])
-def test_answers_of_oolong_are_python_literals(tmp_path, text, kind, value):
-    row = ROWS["oolong"][0] | {"answer": text, "answer_type": f"ANSWER_TYPE.{kind}"}
-    task, = read(write(tmp_path / "rows.jsonl", row), oolong)
-    assert task.answer == {"type": kind, "value": value} and reward(task, value) == 1.0
 
 
 def selection(text, of="p"):
@@ -187,11 +155,9 @@ def selection(text, of="p"):
 
 @pytest.mark.parametrize("kind, changes, field", [
     ("evidence", {"question": 3}, "question"), ("evidence", {"evidence": []}, "evidence"),
-    ("evidence", {"papers": [PAPER | {"text": None}]}, "text"),
     ("evidence", selection("Some text.", of="q"), "text"),
-    ("evidence", selection("Somé text."), "text"), ("evidence", selection(" "), "text"),
-    ("niah", {"outputs": "54"}, "outputs"), ("oolong", {"answer": 5}, "answer"),
-], ids=lambda value: str(value)[:40])
+    ("evidence", selection("Somé text."), "text"), ("niah", {"outputs": "54"}, "outputs"),
+    ("oolong", {"answer": 5}, "answer")], ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
         tmp_path, kind, changes, field, capsys):
     good = ROWS[kind][0]
@@ -243,6 +209,3 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
         return {text for task in tasks for text in task.context.values()}
 
     assert not texts(train) & texts(held)
-    same = [Task(str(i), "niah", "q", "one\ntext" if i < 5 else "one text", [])
-            for i in range(10)]
-    assert {t.id for t in split([*same, row(99, 99)])[1]} == {"99"}  # the only other one

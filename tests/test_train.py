@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from model import Qwen3
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
-from training import checkpoint, report, run as runs, settings
+from training import checkpoint, settings
 from training.metrics import Clock
 from training.run import Run
 from tree import Rollout
@@ -104,13 +103,13 @@ def moved(before, model):
 
 def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     result = json.loads((short_run / "result.json").read_text())
-    for key in ("seed credit heldout_warmup heldout_final heldout_4x heldout_16x heldout_n "
-                "sampled_tokens seconds flags").split():
-        assert key in result
+    assert 0 <= result["heldout_warmup"] <= 1 and result["heldout_n"] == 3
     assert {"config.json", "model.safetensors", "vocab.json", "merges.txt",
             "tokenizer_config.json", "rlm.json"} <= set(os.listdir(short_run / "final"))
     steps = [row for row in lines(short_run) if row["phase"] == "grpo"]
     assert [row["step"] for row in steps] == [1, 2]
+    sizes = {row["name"]: row["length"] for row in lines(short_run) if "length" in row}
+    assert 3.5 < sizes["heldout_4x"] / sizes["heldout_final"] < 4.5
     trees = data_of((short_run / "report.html").read_text())["trees"]
     assert [tree["name"] for tree in trees] == [f"step 2 #{i}" for i in range(4)]
 
@@ -121,26 +120,18 @@ def test_real_text_trains_and_is_evaluated(short_run, tmp_path, monkeypatch):
         train, monkeypatch, *SHORT, "--data", DATA, "--out", out, "--model",
         short_run / "warmup", "--warmup-steps", 0, "--steps", 1)
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
-    report = tmp_path / "answers.jsonl"
+    answers = tmp_path / "answers.jsonl"
     assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
-                   "--split", "all", "--n", 3, "--out", report) is None
-    rows = [json.loads(line) for line in report.read_text().splitlines()[1:]]
-    assert sorted(row["name"] for row in rows) == [
-        ["evidence", None, "rlm1", i] for i in range(3)]
-    assert all(0 <= row["score"] <= 1 and row["context"] > 100 for row in rows)
+                   "--split", "all", "--n", 3, "--out", answers) is None
+    assert len(answers.read_text().splitlines()) == 1 + 3
 
 
 def test_tokens_end_a_run_and_held_out_questions_are_asked_on_the_way(
         short_run, tmp_path, monkeypatch):
-    """Its page is written after a step, if the last one is old, and at the end."""
-    pages, out = [], tmp_path / "h"
-    monkeypatch.setattr(runs, "REPORT_SECONDS", -1.0)
-    monkeypatch.setattr(report, "page", lambda title, *_: pages.append(title) or "")
+    out = tmp_path / "h"
     assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                            "--warmup-steps", 0, "--heldout", 1, "--out", out,
                            *"--tokens 1 --eval-every 1".split())
-    assert len(pages) == 2 and all("1 of 2" in title for title in pages)
-    # One step is more than one token.
     (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
     assert step["flat"] == 1
     assert "heldout_now" in state_of(out)["results"]
@@ -267,15 +258,12 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
     assert longer("definitions") == ["heldout_4x"] and longer("deep") == []
 
 
-def test_without_children_scripts_call_nobody(short_run, tmp_path, monkeypatch):
-    alone = stopped_at("grpo_loop", monkeypatch, tmp_path / "a", "--method", "rlm0",
-                       "--model", short_run / "init", "--heldout", 1).run.rlm_config
-    assert alone.max_depth == 0 and alone.max_nodes == 1
+def test_without_children_scripts_call_nobody():
+    config = evaluation.rlm_config_of("rlm0", rlm.tiny_rlm(tasks.load("notes")))
     questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
-    trees = train.scripted_trees(questions, None, alone, 0)
+    trees = train.scripted_trees(questions, None, config, 0)
     written = [turn.text for tree in trees for turn in tree.root.turns
                if turn.role == "assistant"]
-    assert not any(tree.root.children for tree in trees)
     assert not any("_query" in text for text in written)
     # Among them are some that search and read themselves.
     assert 0.05 < sum(tree.reward for tree in trees) / 40 < 0.6
@@ -298,9 +286,6 @@ def test_a_teachers_trees_take_the_place_of_scripts(
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
-        # What is not sampled is what a rollout would have shown.
-        opening = tokenizer.open(node.turns[0].text, node.turns[1].text)
-        assert node.ids[:len(opening)] == opening
     saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
     with pytest.raises(ValueError, match="none of its 4 trees"):
         saved_trees(str(saved))
@@ -314,36 +299,28 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 def test_adapters_are_continued_on_the_weights_that_they_belong_to(
         phase, parts, weights, tmp_path):
     last = tmp_path / "checkpoints" / f"{phase}-000007"
-    for part in parts:
+    for part in ["", *parts]:
         (last / part).mkdir(parents=True)
-    last.mkdir(exist_ok=True, parents=True)
     (last / "state.json").write_text(json.dumps({"phase": phase, "step": 7}))
     (tmp_path / "run.json").write_text("{}")
     run = Run(train.Config(out=str(tmp_path), model="M", resume=True), World())
     start = run.find_start()
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
-    assert start.weights == want[weights] and start.checkpoint == str(last)
-    assert start.state.step == 7 and start.state.results == {}
+    assert start.weights == want[weights] and start.state.step == 7
     for part in ("adapter", "optimizer"):
         assert getattr(start, part) == (str(last / part) if part in parts else "")
 
 
 @pytest.mark.parametrize("flags, scratch, want", [
-    ({}, True, (450, 3e-3, 100, 1.4e-3)),
-    ({"lora_rank": 1}, True, (450, 3e-3, 100, 2.8e-3)),
-    ({"lr": 0.5, "warmup_steps": 3, "steps": 0}, True, (3, 3e-3, 0, 0.5)),
-    ({"model": "M"}, False, (0, 1e-5, 100, 1e-6)),
-    ({"model": "M", "warmup": "scripts"}, False, (60, 1e-5, 100, 1e-6)),
-    ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 100, 2e-5)),
-    ({"model": "M"}, True, (0, 3e-3, 100, 1.4e-3)),
-    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 100, 1.4e-3))])
-def test_defaults_suit_the_checkpoint(flags, scratch, want, monkeypatch):
+    ({"lora_rank": 1}, True, (450, 3e-3, 2.8e-3)),
+    ({"lr": 0.5, "warmup_steps": 3}, True, (3, 3e-3, 0.5)),
+    ({"model": "M"}, False, (0, 1e-5, 1e-6)),
+    ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 2e-5)),
+    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 1.4e-3))])
+def test_defaults_suit_the_checkpoint(flags, scratch, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
-    rlm_config = replace(rlm.RLMConfig(), scratch=scratch)
-    config = settings.settle(train.Config(**flags), rlm_config)
-    got = config.warmup_steps, config.warmup_lr, config.steps, config.lr
-    assert got == pytest.approx(want)
-    assert settings.settle(config, rlm_config) == config
+    config = settings.settle(train.Config(**flags), rlm.RLMConfig(scratch=scratch))
+    assert (config.warmup_steps, config.warmup_lr, config.lr) == pytest.approx(want)
 
 
 # --- stopped, killed, resumed -------------------------------------------------------------
@@ -413,37 +390,20 @@ def test_an_interrupted_run_says_how_it_continues(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "optimizer_step", pressed)
-        message = command(train, patch, *SHORT, "--steps", 0, "--out", out, "--model",
-                          short_run / "init", "--warmup", "scripts")
+        message = command(train, patch, *SHORT, "--steps", 0, "--heldout", 1, "--out", out,
+                          "--model", short_run / "init", "--warmup", "scripts")
     assert f"continue with: python train.py --resume --out {out}" in message
     assert command(train, monkeypatch, "--out", out, "--resume") is None
     for name, weight in weights(short_run / "warmup").items():
         assert torch.equal(weights(out / "warmup")[name], weight)
 
 
-def test_a_run_keeps_off_what_is_not_its_own(short_run, tmp_path, monkeypatch):
-    """The checkpoints of a run beside it, whose name its own name matches as a pattern; and
-    a directory that holds no run."""
-    flags = *SHORT, "--model", short_run / "warmup", "--warmup-steps", 0, "--heldout", 1
-    beside = tmp_path / "a1" / "checkpoints" / "grpo-000000"
-    beside.mkdir(parents=True)
-    assert FLAT in command(train, monkeypatch, *flags, "--out", tmp_path / "a[12]")
-    assert beside.exists()
-    mine = tmp_path / "mine" / "checkpoints" / "me"
+def test_a_directory_that_holds_no_run_is_left_alone(short_run, tmp_path, monkeypatch):
+    mine = tmp_path / "checkpoints" / "me"
     mine.mkdir(parents=True)
-    message = command(train, monkeypatch, *flags, "--out", tmp_path / "mine")
+    message = command(train, monkeypatch, *SHORT, "--model", short_run / "warmup", "--out",
+                      tmp_path)
     assert "not empty and holds no run" in message and os.listdir(mine.parent) == ["me"]
-
-
-def test_a_run_without_its_metrics_goes_on_and_one_that_stopped_can_continue(
-        short_run, tmp_path, monkeypatch):
-    out = tmp_path / "m"
-    shutil.copytree(short_run, out)
-    (out / "metrics.jsonl").unlink()
-    path = Path(checkpoint.checkpoints(out)[-1], "state.json")
-    path.write_text(json.dumps(state_of(out) | {"silent": train.PATIENCE}))
-    command(train, monkeypatch, "--out", out, "--resume", "--steps", 4)
-    assert [row["step"] for row in lines(out) if row["phase"] == "grpo"] == [3, 4]
 
 
 def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypatch):
@@ -466,13 +426,11 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--resume"], "holds no run to resume"),
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
-    (["--credit", "root", "--children", "sum"], "no effect"),
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1, the least is 2"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
-    (["--lr", "-0.5"], "lr is -0.5, the least is"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--warmup-lr", "1e30", "--warmup-steps", "5"], "not finite")])
+    (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     message = command(train, monkeypatch, *SHORT, "--model", short_run / "init", "--out",
                       tmp_path / "e", *args)
@@ -481,8 +439,7 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     assert "1e30" in args or not (tmp_path / "e").exists()
 
 
-def test_a_run_that_cannot_fit_stops_before_loading(
-        short_run, tmp_path, monkeypatch, capsys):
+def test_a_run_that_cannot_fit_stops_before_loading(short_run, tmp_path, monkeypatch):
     def never(*args, **more):
         raise AssertionError("weights were read")
 
@@ -492,9 +449,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
                       tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
-    table = capsys.readouterr().out
     assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
-    assert capsys.readouterr().out == table[:table.index("no warm-up")]
 
 
 # --- what takes minutes -------------------------------------------------------------------

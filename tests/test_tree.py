@@ -1,5 +1,4 @@
 """Trees: what a node holds, how a tree is stored, and how it is shown."""
-import json
 import os
 import unicodedata
 from pathlib import Path
@@ -54,7 +53,7 @@ def test_ids_mask_and_logprobs_are_the_turns_joined():
 
 
 def test_a_ragged_tree_survives_the_file(tmp_path):
-    path, again = str(tmp_path / "trees.jsonl"), str(tmp_path / "again.jsonl")
+    path = str(tmp_path / "trees.jsonl")
     task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
     written = [Rollout(task, "g", ragged(), 0.1 + 0.2),
                Rollout(task, "h", Node(end="failed"), 0.0, "OSError('lost')")]
@@ -65,11 +64,6 @@ def test_a_ragged_tree_survives_the_file(tmp_path):
 
     assert list(map(fields, read_rollouts(path, Task))) == list(map(fields, written))
     assert Path(path).read_bytes().isascii()
-
-    untyped = read_rollouts(path)
-    assert untyped[0].task == vars(task)
-    write_rollouts(again, untyped)
-    assert Path(again).read_bytes() == Path(path).read_bytes()
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
@@ -85,23 +79,13 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["trees.jsonl"]
 
 
-GOOD = {"task": {}, "group": "g", "reward": 0, "failed": "",
-        "root": {"path": [], "turns": [], "children": []}}
-
-
-def changed(**root):
-    return json.dumps({**GOOD, "root": {**GOOD["root"], **root}}).encode()
-
-
-@pytest.mark.parametrize("bad", [
-    b"{", b"7", b"\xff\xfe", b'{"group": "g"}', changed(turns=[3]), changed(children=[{}])])
+@pytest.mark.parametrize("bad", [b"{", b"\xff\xfe", b'{"group": "g"}'])
 def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + bad + b"\n")
-    with pytest.raises(ValueError) as error:
+    write_rollouts(str(path), [Rollout({}, "g", Node(), 1.0)])
+    path.write_bytes(path.read_bytes() + bad + b"\n")
+    with pytest.raises(ValueError, match=f"^{path} line 2: .*$"):
         read_rollouts(str(path))
-    assert str(error.value).startswith(f"{path} line 2: ")
-    assert "\n" not in str(error.value)
 
 
 def test_what_a_model_wrote_cannot_drive_the_terminal():
@@ -116,15 +100,3 @@ def test_what_a_model_wrote_cannot_drive_the_terminal():
     shown.encode()  # and no lone surrogate keeps it from being printed
     assert "\\x1b[2J" in shown
     assert printable("é\tß\n日本 👩") == "é\tß\n日本 👩"
-
-
-def test_render_shows_every_node_indented_and_cuts_what_is_long():
-    root = ragged()
-    long = "\n".join(f"line {i} " + "x" * 50 for i in range(40))
-    root.turns[1] = Turn("user", long, (1,))
-    shown = render(root, width=20, max_lines=5)
-    heads = [line.split("  (")[0] for line in shown.splitlines() if "┌" in line]
-    assert heads == ["┌ root", "│  ┌ rlm 0", "│  ┌ llm 1", "│  ┌ rlm 2",
-                     "│  │  ┌ rlm 2.0", "│  │  ┌ rlm 2.1"]
-    assert "… 35 more lines" in shown
-    assert "line 4 " in shown and "line 5 " not in shown
