@@ -44,6 +44,7 @@ from training.metrics import shares
 from tree import Completion, Node, Rollout, from_row, write_rollouts
 from util import write_text
 
+# The last three are in baselines/methods.py.
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
 Z = 1.959964  # of a 95 % interval
 

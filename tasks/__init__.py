@@ -19,6 +19,7 @@ and, if it likes, with some of these:
     STRATEGY        text for the full prompt: how to go about it
     TOOLS           functions that travel into the REPL as source text
     TOKENS          the usual length of its context, if `make` heeds `tokens`
+    MOST            the largest number of tokens that a question may have
     TINY            fields of RLMConfig for the tiny model that is made for it
     read(row) -> (query, context, gold)         for questions from a JSON lines file
     oracle(task, node) -> str                   the next message of a perfect script

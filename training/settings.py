@@ -92,7 +92,7 @@ class UpdateConfig:
         float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
         common=True, shown=by_checkpoint("lr"))
     lora_rank: int = flag(
-        0, "train adapters of this rank in GRPO; 0: all weights", common=True)
+        0, "train LoRA adapters of this rank; 0: all weights", common=True)
 
 
 def defaults(rlm_config) -> Defaults:
