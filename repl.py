@@ -16,6 +16,7 @@ back during a query made runaway recursions hang.
 """
 from __future__ import annotations
 
+import ast
 import builtins as python_builtins
 import contextlib
 import io
@@ -246,7 +247,15 @@ class Worker:
 
     def execute(self, source: str, name: str) -> None:
         # Annotations are not evaluated: the `from __future__` of this file holds here too.
-        exec(compile(source, name, "exec"), self.namespace)
+        tree = compile(source, name, "exec", ast.PyCF_ONLY_AST)
+        last = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = ast.Expression(tree.body.pop().value)
+        exec(compile(tree, name, "exec"), self.namespace)
+        if last:
+            value = eval(compile(last, name, "eval"), self.namespace)
+            if value is not None:
+                print(repr(value))  # as at Python's own prompt
 
     def attempt(self, function: Callable, *arguments: Any) -> str:
         """Call it. Returns the short traceback of any exception, even SystemExit."""

@@ -8,7 +8,8 @@ and the result is a tree of nodes.
 
 - A message ends with its first complete block. Sampling stops there.
 - A node that ends without FINAL answers with what its code has put into answer["content"].
-- Conversations are append-only. An observation ends with turn counter and question.
+- Conversations are append-only. An observation repeats the question.
+- Full prompts begin with an example conversation, which nobody sampled.
 - Budgets belong to the tree. Nodes and sampled tokens are reserved before use. The clock
   counts only the time of the tree's code, so a busy machine changes no score.
 
@@ -102,11 +103,14 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
-    problem = tree.open(root, task.query, task.context)
+    query = task.query
+    if config.style != "brief" and hasattr(tree.kind, "in_words"):
+        query = tree.kind.in_words(query)
+    problem = tree.open(root, query, task.context)
     if problem:
         root.end = "window"
     else:
-        await tree.converse(root, task.query, task.context)
+        await tree.converse(root, query, task.context)
     return root
 
 
@@ -223,14 +227,15 @@ class _Tree:
         no node left, or no room for an answer; else ""."""
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
-        system, user = opening(node, query, context, self.kind, self.config)
-        ids = self.tokenizer.open(system, user) if self.tokenizer else ()
-        size = len(ids) or about(system) + about(user)
+        system, example, user = opening(node, query, context, self.kind, self.config)
+        ids = self.tokenizer.open(system, user, example) if self.tokenizer else ()
+        size = len(ids) or sum(map(about, (system, *example, user)))
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
         # The ids of the whole opening, system turn included, are kept with the user's turn.
         node.add(Turn("system", system))
+        node.example = example
         node.add(Turn("user", user, tuple(ids)))
         self.nodes_left -= 1
         return ""
@@ -259,7 +264,8 @@ class _Tree:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        used = len(node.ids) or sum(about(turn.text) for turn in node.turns)
+        texts = [*node.example, *(turn.text for turn in node.turns)]
+        used = len(node.ids) or sum(map(about, texts))
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:
@@ -314,7 +320,7 @@ class _Tree:
         _, code = parse(node.turns[-1].text)
         if code is None:
             node.errors.append(turn)
-            return "", NO_BLOCK
+            return "", NO_BLOCK[self.config.style]
         result = await repl.execute(code, partial(self.query, node, context))
         self.seconds_left -= result.seconds
         if result.error:
@@ -388,10 +394,13 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")
-REPEATED = 200  # characters of the question that each observation repeats
+FENCE = re.compile(r"(?<!`)(`{3,})(?:repl|python|py)[ \t]*\r?\n")
+REPEATED = 400  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
-NO_BLOCK = "No complete ```repl block in this message, so nothing ran."
+NO_BLOCK = {
+    "brief": "No complete ```repl block in this message, so nothing ran.",
+    "full": "Nothing ran: your message has no complete block. A block looks like this:\n"
+            "```repl\nprint(context)\n```"}
 
 
 def parse(text: str) -> tuple[str, str | None]:
@@ -437,7 +446,9 @@ Or build the answer in the dict `answer`: answer["content"] = value, and answer[
 True ends as FINAL does.
 {calls}{tools}
 {strategy}
-Give the answer only inside a block. Be quick: look, {delegate}combine, FINAL."""
+Give the answer only inside a block. Be quick: look, {delegate}combine, FINAL.
+
+The conversation begins with an example, about another context. Then comes your question."""
 
 CALLS = """\
 - rlm_query(prompt, context=None) -> the answer of {child}. Its context is yours if you \
@@ -455,35 +466,77 @@ LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
 
 
+# Conversations about other questions, which come before the real one: user, assistant, ...
+# A root sees one that delegates, a child one that reads.
+DELEGATES = [
+    """\
+What is each letter from Rome about: weather, money or family? Answer with a dict {name: \
+subject}.
+context: dict of 31 items, 9204 characters in all. The first is context['Oslo 12'] = \
+'Dear Tom, the boat leaves on Monday and ' ...""",
+    """\
+```repl
+names = [name for name in context if "Rome" in name]
+question = "What is this letter about: weather, money or family? Answer with one word."
+subjects = rlm_query_batched(question, [context[name] for name in names])
+FINAL(dict(zip(names, subjects)))
+```"""]
+READS = [
+    """\
+What is this letter about: weather, money or family? Answer with one word.
+context: str of 254 characters. It begins with 'Dear Ann, we arrived on Friday and found \
+the house as you left it.' ...""",
+    """\
+```repl
+print(context)
+```""",
+    """\
+Dear Ann, we arrived on Friday and found the house as you left it. It has rained for nine \
+days, the roads are under water and I am sick of it. Love, Tom
+
+The question: What is this letter about: weather, money or family? Answer with one word.
+Now write the next block. FINAL(value) in it gives your answer.""",
+    """\
+```repl
+FINAL("weather")
+```"""]
+GO_ON = "Now write the next block. FINAL(value) in it gives your answer."
+LAST = "This is your last message: call FINAL in its block."
+
+
 def opening(node: Node, query: str, context: Any, kind: ModuleType,
-            config: RLMConfig) -> tuple[str, str]:
-    """The system and the user message that open a node; `kind` is that of the task."""
+            config: RLMConfig) -> tuple[str, list[str], str]:
+    """What opens a node: the system message, the example conversation (texts of user and
+    assistant in turn), and the user's message; `kind` is that of the task."""
     if node.kind == "llm":
-        return LEAF, query if context is None else f"{query}\n\n{as_text(context)}"
-    tools = getattr(kind, "TOOLS", ())
-    system = BRIEF.format(tools="".join(f"{tool.__name__}, " for tool in tools))
-    if config.style != "brief":
-        calls, delegate, strategy = "", "", ""
-        if config.max_nodes > 1:  # otherwise there are no children
-            child = CHILD if node.depth < config.max_depth else READER
-            calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
-            delegate, strategy = "delegate, ", getattr(kind, "STRATEGY", "")
-        system = FULL.format(
-            output=config.limits.output_chars, turns=config.max_turns,
-            tokens=config.turn_tokens, calls=calls, delegate=delegate,
-            tools=help_of(tools), strategy=strategy)
-    return system, f"{query}\n{describe(context, config.style)}"
+        return LEAF, [], query if context is None else f"{query}\n\n{as_text(context)}"
+    tools, asks = getattr(kind, "TOOLS", ()), config.max_nodes > 1
+    user = f"{query}\n{describe(context, config.style)}"
+    if config.style == "brief":
+        names = "".join(f"{tool.__name__}, " for tool in tools)
+        return BRIEF.format(tools=names), [], user
+
+    calls, delegate, strategy = "", "", ""
+    if asks:
+        child = CHILD if node.depth < config.max_depth else READER
+        calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
+        delegate, strategy = "delegate, ", getattr(kind, "STRATEGY", "")
+    system = getattr(kind, "PROMPT", FULL).format(
+        output=config.limits.output_chars, turns=config.max_turns,
+        tokens=config.turn_tokens, calls=calls, delegate=delegate, tools=help_of(tools),
+        strategy=strategy)
+    examples = getattr(kind, "EXAMPLES", (DELEGATES, READS))
+    return system, examples[bool(node.path) or not asks], user
 
 
 def observation(seen: str, node: Node, query: str, config: RLMConfig) -> str:
-    """What follows a message: its output, the turn counter, and the question once more."""
+    """What follows a message: its output, the question once more, and what to do."""
     turn, turns = node.written + 1, config.max_turns
     short = query if len(query) <= REPEATED else query[:REPEATED] + " …"
     if config.style == "brief":
         return f"{seen}\n{turn}/{turns} {short}"
-    head = f"REPL output:\n{seen}" if seen else "The REPL printed nothing."
-    last = " This is the last: call FINAL in it." if turn == turns else ""
-    return f"{head}\n\nMessage {turn} of {turns}.{last} The question: {short}"
+    shown = seen or "The block printed nothing."
+    return f"{shown}\n\nThe question: {short}\n{LAST if turn == turns else GO_ON}"
 
 
 # ------------------------------------------------------------------------------------------

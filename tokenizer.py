@@ -21,7 +21,7 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,17 @@ class Tokenizer:
         unknown = "\N{REPLACEMENT CHARACTER}".encode()
         return b"".join(self._bytes.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
-    def open(self, system: str, user: str) -> list[int]:
-        """A chat up to where the assistant's first turn begins; `system` may be empty."""
-        head = self._message("system", system) if system else []
-        return head + self._message("user", user) + self._reply
+    def open(self, system: str, user: str, example: Sequence[str] = ()) -> list[int]:
+        """A chat up to where the assistant's first turn begins; `system` may be empty.
+
+        `example` is a conversation before: texts of user, assistant, ..., assistant."""
+        users, replies = [*example[::2], user], example[1::2]
+        ids = self._message("system", system) if system else []
+        ids += self._message("user", users[0]) + self._reply
+        for reply, text in zip(replies, users[1:]):
+            said = self.message(reply)
+            ids += said + self.observe(text, closed=said[-1] == self.end_of_turn)
+        return ids
 
     def observe(self, text: str, closed: bool) -> list[int]:
         """What follows a sampled turn: the user says `text`, the assistant is to reply.
@@ -192,7 +199,7 @@ class Tokenizer:
         ids = self.encode(text)
         return ids if text.endswith("\n```") else [*ids, self.end_of_turn]
 
-    def encode_turns(self, turns: list) -> list:
+    def encode_turns(self, turns: list, example: Sequence[str] = ()) -> list:
         """The turns (tree.Turn) of a conversation that was saved as text, with this
         tokenizer's ids. Those of the assistant count as sampled."""
         encoded, system, opened, closed = [], "", False, True
@@ -207,7 +214,7 @@ class Tokenizer:
             elif opened:
                 ids = self.observe(turn.text, closed)
             else:
-                ids, opened = self.open(system, turn.text), True
+                ids, opened = self.open(system, turn.text, example), True
             encoded.append(replace(turn, ids=tuple(ids), logprobs=logprobs))
         return encoded
 

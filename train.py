@@ -220,7 +220,7 @@ def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
                   rlm_config: RLMConfig, saved: list[Rollout]) -> list[Rollout]:
     """What the warm-up imitates: the saved trees, encoded anew, or trees of scripts."""
     for node in [node for tree in saved for node in tree.root.walk()]:
-        node.turns = tokenizer.encode_turns(node.turns)
+        node.turns = tokenizer.encode_turns(node.turns, node.example)
     if saved:
         return saved
     suits = settings.defaults(rlm_config)

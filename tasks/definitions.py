@@ -65,6 +65,12 @@ def make(rng, tokens=None, heldout=False):
     return f'List the words of class "{asked}".', context, gold
 
 
+def in_words(query):
+    kind = re.search('"(.*)"', query)[1]
+    return (f'Which words of this dictionary mean something of the class "{kind}"? Read '
+            "their definitions. Answer with a list of the words.")
+
+
 def score(task, answer):
     """F1 over the different words of an answer: nested lists, or text with commas or line
     ends between the words."""
@@ -111,7 +117,7 @@ def demonstrate(task, node, rng):
 
 def strategy_code(task, node, name: str) -> str:
     kind = word_of(task)
-    if node.depth and any(turn.role == "assistant" for turn in node.turns):
+    if node.depth and node.written:
         words = [word for word in words_on(node.turns[-1].text) if word in KIND]
         return block(label_code(words[:1] if name == "first" else words, kind))
     _, code = (CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS)[name]

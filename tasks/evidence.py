@@ -51,6 +51,14 @@ def make(rng, tokens=None, heldout=False):
     return f'Quote all on "{term}".', context, gold
 
 
+def in_words(query):
+    term = re.fullmatch('Quote all on "(.*)".', query)
+    if not term:  # a question from a file
+        return query
+    return (f'Find all sentences about "{term[1]}" in the papers of the context. Answer '
+            "with a list of these sentences, copied exactly.")
+
+
 def paper_text(title: str, abstract: str, text: str) -> str:
     return f"### PAPER: {title}\n<abstract>{abstract}</abstract>\n{text}"
 
@@ -144,7 +152,7 @@ CHILD_SCRIPTS = {  # the sentences with the word, the paper, its first sentence
 def demonstrate(task, node, rng):
     name = pick(CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS, rng)
     look = rng.random() < LOOK_FIRST
-    if look and all(turn.role != "assistant" for turn in node.turns):
+    if look and not node.written:
         return block("print(context[:40])" if node.depth else "print(len(context))")
     return strategy_code(task, node, name)
 

@@ -86,6 +86,13 @@ def make(rng, tokens=None, heldout=False):
     return f'Sort the notes from "{place}".', context, gold
 
 
+def in_words(query):
+    return (f"{query} These are the notes with the place in their names. One word of a "
+            "note is an animal, a plant, a tool or a food, and says what it is about. "
+            "Answer with a dict {name: kind} of these notes; a kind is animals, plants, "
+            "tools or foods.")
+
+
 def score(task, answer):
     if not isinstance(answer, dict) or not answer:
         return 0.0
@@ -131,7 +138,7 @@ def demonstrate(task, node, rng):
 
 def strategy_code(task, node, name: str, guess: str = "") -> str:
     seen = node.turns[-1].text
-    if name == "read" and any(turn.role == "assistant" for turn in node.turns):
+    if name == "read" and node.written:
         if node.depth:
             return block(f'FINAL("{kind_of(seen)}")')
         kinds = [kind_of(line) for line in seen.split("\n")]

@@ -58,17 +58,28 @@ def strings_in(answer) -> list[str]:
     return found
 
 
+LOOK = 160  # characters of a context that a full prompt shows
+
+
 def describe(context: Any, style: str) -> str:
-    """Type and size of a context, for a prompt. Brief prompts give no size: a model made
-    from nothing takes it for a name, and fails at one that it has not seen."""
+    """Type and size of a context and a look at its first item, for a prompt. Brief prompts
+    give the type alone: a model made from nothing takes a size for a name."""
     kind = type(context).__name__
     if style == "brief" or not isinstance(context, (str, dict, list)):
         return f"context: {kind}"
     if isinstance(context, str):
-        return f"context: {kind} of {len(context)}"
-    parts = context.values() if isinstance(context, dict) else context
+        look = repr(context[:LOOK])
+        begins = "It is" if len(context) <= LOOK else "It begins with"
+        return f"context: {kind} of {len(context)} characters. {begins} {look}"
+    parts = [*context.values()] if isinstance(context, dict) else context
     size = sum(len(as_text(part)) for part in parts)
-    return f"context: {kind} of {len(context)} items, {size} characters in all"
+    head = f"context: {kind} of {len(context)} items, {size} characters in all."
+    if not context:
+        return head
+    key = next(iter(context)) if isinstance(context, dict) else 0
+    item = repr(context[key])
+    dots = " ..." if len(item) > LOOK else ""
+    return f"{head} The first is context[{key!r}] = {item[:LOOK]}{dots}"
 
 
 def as_text(context: Any) -> str:

@@ -114,6 +114,11 @@ def test_annotations_need_no_imports():
     assert final("FINAL(tool(1))", tools="def tool(x: Unknown): return x") == 1
 
 
+def test_the_value_of_a_last_expression_is_shown_as_at_pythons_prompt():
+    shown = [r.stdout for r in run("x = 2\nx + 1", "None", "'a'", "print(1)", "x = 3")]
+    assert shown == ["3\n", "", "'a'\n", "1\n", ""]
+
+
 def test_show_vars():
     shown = final("x = [1, 2]\n_y = 3\ndef f(): pass\ns = 'abc'\nFINAL(SHOW_VARS())",
                   tools="made: int = 1")

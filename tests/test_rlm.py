@@ -98,7 +98,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
              for part in (("a", "b", "c", "abcd"), "ef")]  # without one: its parent's
     assert root.answer == {"parts": grand, "kind": "list"}
     assert [child.answer for child in root.children] == grand
-    assert "the question" in root.turns[1].text and "abcdefgh" not in root.turns[1].text
+    assert root.turns[1].text.startswith("the question\n")
     assert root.children[0].turns[1].text.startswith("split\n")
 
 
@@ -146,8 +146,8 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
     assert [ids for bit, ids in runs if bit] == [c.ids for c in completions]
     users = [t.text for t in root.turns if t.role == "user"]
     assert [list(ids) for bit, ids in runs if not bit] == [
-        tiny.open(root.turns[0].text, users[0]), tiny.observe(users[1], closed=True),
-        tiny.observe(users[2], closed=False)]
+        tiny.open(root.turns[0].text, users[0], root.example),
+        tiny.observe(users[1], closed=True), tiny.observe(users[2], closed=False)]
     assert [p for p, bit in zip(root.logprobs, root.mask) if bit] == [
         p for c in completions for p in c.logprobs]
 
@@ -156,7 +156,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 
 
 @pytest.mark.parametrize("text, code", [
-    ("", None), ("```python\nx\n```", None), ("```repl\nFINAL(1)```", None),
+    ("", None), ("```python\nx\n```", "x\n"), ("```repl\nFINAL(1)```", None),
     # As models write it: behind words, with other line ends, with longer fences.
     ("Code: ```repl\nx\n```", "x\n"), ("```repl\r\nx = 1\r\n```", "x = 1\r\n"),
     ("````repl\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
@@ -206,7 +206,7 @@ def test_sampling_ends_where_the_first_block_is_complete(tiny, kind):
 def test_a_message_without_a_complete_block_runs_nothing_and_counts_as_an_error(text):
     root = grow({(): [text, block("FINAL(2)")]})
     assert (root.answer, root.errors) == (2, [0])
-    assert rlm.NO_BLOCK in seen(root)[0]
+    assert rlm.NO_BLOCK["full"] in seen(root)[0]
 
 
 @pytest.mark.parametrize("last, end", [
@@ -290,12 +290,13 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
     for window in (1600, 1900, 2200):
         root = grow(says, tokenizer=tokenizer, window=window, turn_tokens=100)
         [shown] = seen(root)
-        kept, missing = re.search(r"output:\n(.*)\n... \[(\d+) characters cut: the window "
-                                  r"is full\].*ZeroDiv", shown, re.DOTALL).groups()
+        kept, missing = re.search(r"^(.*)\n... \[(\d+) characters cut: the window is "
+                                  r"full\].*ZeroDiv", shown, re.DOTALL).groups()
         assert root.answer == 1 and len(kept) + int(missing) == 7500
         assert kept == ("word " * 1500)[:len(kept)] and len(kept) >= most > 0
         most = len(kept)
-        used = len(root.ids) if with_tokens else sum(len(t.text) // 4 for t in root.turns)
+        texts = [*root.example, *(turn.text for turn in root.turns)]
+        used = len(root.ids) if with_tokens else sum(len(text) // 4 for text in texts)
         assert used < window - 100  # a message of 100 tokens still fits
 
 
@@ -446,8 +447,10 @@ def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(
 @pytest.mark.parametrize("path", [(), (0,)])
 def test_the_full_prompt_is_filled_in_and_names_every_builtin(path):
     config = RLMConfig(max_depth=1, window=2000)
-    system, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
-                           evidence_kind, config)
+    system, example, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
+                                    evidence_kind, config)
+    assert all(parse(text)[1] for text in example[1::2])  # each shown message has a block
+    assert ("rlm_query" in example[1]) == (path == ()) and "FINAL" in example[-1]
     assert not re.search(r"[{}]", system.replace("{paper id: text}", ""))
     tools = [tool.__name__ for tool in evidence_kind.TOOLS]
     for name in ("context", "answer", *BUILTINS, *tools):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenizer import CHATML, MARKERS, NORMALIZER, NO_THINKING, STEPS, Tokenizer
+from tree import Turn
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,
@@ -177,3 +178,13 @@ def test_other_files_that_do_not_fit_are_named(tiny, tmp_path, name, content, wo
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"{tmp_path}.*{words}"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def test_an_example_is_a_conversation_before_the_question(tiny):
+    block = "```repl\nprint(1)\n```"
+    ids = tiny.open("s", "q", ["a", block, "b", "text"])
+    assert ids == (tiny.open("s", "a") + tiny.message(block) + tiny.observe("b", False)
+                   + tiny.message("text") + tiny.observe("q", True))
+    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "x")]
+    encoded = tiny.encode_turns(turns, ["a", block])
+    assert encoded[1].ids == tuple(tiny.open("s", "q", ["a", block]))

@@ -50,12 +50,21 @@ def describe(rollouts: list[Rollout], credits: dict) -> dict:
         "nodes": len(nodes) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
         "errors": sum(len(node.errors) for node in nodes) / n,
+        "ran": ran(nodes),
+        "asks": sum(bool(rollout.root.children) for rollout in scored) / n,
         "ends": dict(Counter(rollout.root.end for rollout in scored).most_common()),
     }
     own = [r.root.score for r in scored if r.root.score is not None]
     if own:  # --reward replaces the task's own score, and the roots keep the latter
         row["score"] = sum(own) / len(own)
     return row
+
+
+def ran(nodes: list[Node]) -> float:
+    """The share of messages whose block ran without an error, in nodes with a REPL."""
+    acting = [node for node in nodes if node.kind == "rlm"]
+    errors = sum(len(node.errors) for node in acting)
+    return 1 - errors / max(1, sum(node.written for node in acting))
 
 
 def shares(ends: dict[str, int]) -> str:
@@ -75,7 +84,8 @@ def line(m: dict, steps: int) -> str:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
-            f"{shares(m['ends'])}{lost} | flat {m['flat']:.0%} | {update} | "
+            f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{lost} | "
+            f"flat {m['flat']:.0%} | {update} | "
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
 
 

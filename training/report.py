@@ -148,7 +148,12 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
             "n": node.sampled + node.counted, "errors": len(node.errors),
             "adv": finite(advantages.get(node)), "answer": shown(node.answer),
             "children": [place[child] for child in node.children],
-            "turns": [pack_turn(turn) for turn in node.turns]}
+            "turns": [pack_turn(turn) for turn in [*example(node), *node.turns]]}
+
+    def example(node: Node) -> list[Turn]:
+        """What a root was shown. A child's is left out: the page would repeat it."""
+        roles = ("user", "assistant") * len(node.example)
+        return [] if node.path else [Turn(*said) for said in zip(roles, node.example)]
 
     return {
         "name": label, "query": shown(task.get("query")), "failed": shown(rollout.failed),
