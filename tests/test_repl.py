@@ -389,3 +389,36 @@ def test_trees_are_counted_by_the_limit_of_open_files(monkeypatch):
     """Two descriptors per node, some for the rest, and at least one tree."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1256))
     assert [trees_at_once(10), trees_at_once(10 ** 6)] == [50, 1]
+
+
+def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
+    repl = REPL("")
+    closed = asyncio.run(repl.execute("import sys; sys.stdout.close(); print('on')"))
+    assert closed == Result(stdout="on\n")
+    assert asyncio.run(repl.execute("print('and on')")).stdout == "and on\n"
+
+
+def test_without_free_descriptors_one_repl_is_refused_and_the_others_go_on():
+    code = """if True:
+        import asyncio, os, resource
+        from repl import Handle, REPL, REPLError
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+
+        async def go():
+            repls, refused = [REPL("") for _ in range(30)], 0
+            for repl in repls:
+                try:
+                    await repl.execute("")
+                except REPLError:
+                    refused += 1
+            assert 0 < refused < 10
+            assert (await repls[0].execute("FINAL(1)")).final == 1
+
+        asyncio.run(go())
+        if os.fork() == 0:
+            raise SystemExit  # runs what the parent registered for its exit
+        os.wait()
+        assert os.path.exists(Handle.current.base)
+        print("well")"""
+    done = program(sys.executable, "-c", code)
+    assert done.stdout == "well\n", done.stderr

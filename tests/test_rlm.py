@@ -484,3 +484,24 @@ def test_the_demo_shows_a_tree_with_its_gold_and_its_score(monkeypatch, capsys):
     answer, gold, score = rest.splitlines()
     assert (gold, score, err) == (f"gold: {answer}", "score: 1.00", "")
     assert tree.startswith("┌ root") and tree.count("┌ rlm ") == answer.count(":")
+
+
+@pytest.mark.parametrize("fence", ["```", "```python", "`````"])
+def test_a_fence_ends_a_block_for_a_server_and_for_the_sampler(fence):
+    """The sampler asks after each character whether the block is complete."""
+    text = f"```repl\nx = 1\n{fence}\nor\n```\n"
+    ends = [end for end in range(len(text)) if parse(text[:end])[1] is not None]
+    assert parse(text) == parse(text[:ends[0]]) == ("```repl\nx = 1\n```", "x = 1\n")
+
+
+def test_fences_that_do_not_close_are_read_once():
+    text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
+    assert parse(text) == (text, None)
+
+
+def test_a_bug_in_a_policy_keeps_its_traceback_and_is_not_the_machines_failure():
+    async def policy(node, max_tokens, key):
+        return node.no_such_field
+
+    with pytest.raises(AttributeError, match="no_such_field"):
+        asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -473,3 +474,54 @@ def test_a_loop_that_ends_under_running_requests_leaves_a_sampler_that_works():
     assert all(task.cancelled() for task in tasks)
     sampler.load(MODEL)  # which raises if a request counted as running
     assert asyncio.run(works(sampler))
+
+
+COMPILED = """
+import engine.decode as kernels
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sizes = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
+types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables": "*i32",
+         "parts": "*fp32", "sums": "*fp32"}
+for kernel in (kernels.attend_spans, kernels.merge_spans):
+    names = kernel.arg_names
+    constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
+    signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")
+                 for name in names}
+    for capability in (80, 90):
+        source = ASTSource(kernel, signature, constants)
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_a_gpu_without_one():
+    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
+    pytest.importorskip("triton")
+    in_a_process(COMPILED)
+
+
+@pytest.mark.skipif(not SPLITS, reason="varlen_attn never splits keys over pages")
+@pytest.mark.parametrize("attention", ["packed"], indirect=True)
+def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
+    """Of as many as a GPU splits."""
+    monkeypatch.setattr(engine.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
+    model = build(max_position_embeddings=384)
+    for told, right in ((engine.pages.UNSPLIT, engine.pages.FlashPages),
+                        ({}, engine.pages.GatheredRows)):
+        monkeypatch.setattr(engine.pages, "UNSPLIT", told)
+        assert type(make(model, window=384, page=256).attention) is right
+
+
+def test_prompts_of_one_step_do_not_disturb_each_other(attention):
+    async def main():
+        sampler = make()
+        rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
+        done = await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
+        assert sampler.stats["steps"] == 4  # all prompts in the first
+        for row, got in zip(rows, done):
+            ids, logprobs = naive_greedy(MODEL, row, 4)
+            assert got.ids == ids and close(got.logprobs, logprobs)
+    asyncio.run(main())

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -462,3 +463,28 @@ def test_the_default_run_learns_to_delegate(tmp_path, monkeypatch):
     result = json.loads((out / "result.json").read_text())
     assert 0.10 <= result["heldout_warmup"] <= 0.45
     assert result["heldout_final"] >= 0.80  # of one seed
+
+
+def test_a_run_keeps_off_what_is_not_its_own(short_run, tmp_path, monkeypatch):
+    """The checkpoints of a run beside it, whose name its own name matches as a pattern; and
+    a directory that holds no run."""
+    flags = *SHORT, "--model", short_run / "warmup", "--warmup-steps", 0, "--heldout", 1
+    beside = tmp_path / "a1" / "checkpoints" / "grpo-000000"
+    beside.mkdir(parents=True)
+    assert FLAT in command(train, monkeypatch, *flags, "--out", tmp_path / "a[12]")
+    assert beside.exists()
+    mine = tmp_path / "mine" / "checkpoints" / "me"
+    mine.mkdir(parents=True)
+    message = command(train, monkeypatch, *flags, "--out", tmp_path / "mine")
+    assert "not empty and holds no run" in message and os.listdir(mine.parent) == ["me"]
+
+
+def test_a_run_without_its_metrics_goes_on_and_one_that_stopped_can_continue(
+        short_run, tmp_path, monkeypatch):
+    out = tmp_path / "m"
+    shutil.copytree(short_run, out)
+    (out / "metrics.jsonl").unlink()
+    path = Path(checkpoint.checkpoints(out)[-1], "state.json")
+    path.write_text(json.dumps(state_of(out) | {"silent": train.PATIENCE}))
+    command(train, monkeypatch, "--out", out, "--resume", "--steps", 4)
+    assert [row["step"] for row in lines(out) if row["phase"] == "grpo"] == [3, 4]
