@@ -89,7 +89,7 @@ class Node:
     path: tuple[int, ...] = ()  # () is the root, (2, 0) the first child of its third child
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
     turns: list[Turn] = field(default_factory=list)
-    # A conversation that was shown before the first question: texts of user and assistant in
+    # A conversation that was shown before the question: texts of user and assistant in
     # turn. Nobody sampled it. Its ids are kept with the first user turn.
     example: list[str] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)

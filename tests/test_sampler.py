@@ -152,9 +152,10 @@ def slow_decode(q, keys, values, lengths, tables):
 
 
 def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
-                seqused_k, block_table, num_splits=None):
+                seqused_k, block_table, num_splits=None, unsplit=16):
     """What torch says of varlen_attn over pages: each token is a request that decodes. And
-    what it does if it may split keys: all requests write to one place."""
+    what it does where it splits more than `unsplit` keys: all requests write to one place.
+    On a GPU these are 128 keys, or 256."""
     assert window_size == (-1, 0) and enable_gqa and (SPLITS or num_splits is None)
     assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
     new = starts.diff()
@@ -164,7 +165,7 @@ def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enabl
     after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
     lengths = (seqused_k[row] - after + 1).int()
     out = slow_decode(q, keys, values, lengths, block_table[row].contiguous())
-    if SPLITS and num_splits != 1:
+    if SPLITS and num_splits != 1 and longest > unsplit:
         parts, out = out.split(new.tolist()), torch.zeros_like(out)
         for part in parts:
             out[:len(part)] = part
