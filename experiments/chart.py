@@ -6,8 +6,8 @@
 It shows the reward per step, as a moving average: the mean of the runs of a NAME, and each
 run as a thin line.
 """
-import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -62,15 +62,14 @@ def curves(axes, runs: dict[str, list[dict]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
-    parser.add_argument("out", help="the SVG file to write")
-    parser.add_argument("runs", nargs="+", help="NAME=RUN,RUN or FILE.json")
-    args = parser.parse_args()
-    runs = {name: of_name for what in args.runs for name, of_name in read(what).items()}
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    out, *given = sys.argv[1:]
+    runs = {name: of_name for what in given for name, of_name in read(what).items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4))
         curves(figure.add_subplot(), runs)
-        figure.savefig(args.out, bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
 
 
 if __name__ == "__main__":
