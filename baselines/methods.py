@@ -96,16 +96,12 @@ BASELINES = {"direct": direct, "compaction": compaction, "retrieval": retrieval}
 
 
 def bm25(query: str, chunks: list[str], k1: float = 1.5, b: float = 0.75) -> list[float]:
-    """A score per chunk (Robertson and Zaragoza, 2009): the sum over the query's words of
-
-        idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))
-
-    with idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word that n of N chunks hold."""
+    """A score per chunk (Robertson and Zaragoza, 2009), summed over the query's words."""
     counts = [Counter(re.findall(r"\w+", chunk.lower())) for chunk in chunks]
     mean = sum(count.total() for count in counts) / max(1, len(counts)) or 1.0
     scores = [0.0] * len(chunks)
     for word in sorted(set(re.findall(r"\w+", query.lower()))):
-        n = sum(word in count for count in counts)
+        n = sum(word in count for count in counts)  # chunks that hold it
         idf = math.log(1 + (len(chunks) - n + 0.5) / (n + 0.5))
         for i, count in enumerate(counts):
             norm = k1 * (1 - b + b * count.total() / mean)

@@ -77,11 +77,6 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     def cost(pack: list[Family]) -> float:
         return sum(family.cost for family in pack)
 
-    def number(units: list[Family]) -> int:
-        """The least number of packs, the same for each rank."""
-        tokens = sum(min(family.size, max_tokens) for family in units)
-        return math.ceil(tokens / max_tokens / ranks) * ranks
-
     def placed(units: list[Family], packs: list[list[Family]]) -> bool:
         """Put each into the cheapest pack that has room, the largest first."""
         for family in sorted(units, key=lambda family: family.size, reverse=True):
@@ -95,7 +90,8 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     if ranks > 1:  # so small that no rank is left without
         limit = min(max_tokens, size(units) / ranks)
         units = families(rows, limit, attention_cost, seen_cost)
-    count = number(units)
+    tokens = sum(min(family.size, max_tokens) for family in units)
+    count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
     while not placed(units, packs := [[] for _ in range(count)]):
         count += ranks
     packs.sort(key=cost, reverse=True)

@@ -31,16 +31,13 @@ class World:
     """The processes of a run."""
 
     def __init__(self):
-        launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         self.rank = int(os.environ.get("RANK", 0))
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if launched:
-            self._join_torchrun()
-
-    def _join_torchrun(self) -> None:
+        if "RANK" not in os.environ:  # torchrun did not start it
+            return
         # Workers have sessions of their own, so nothing else ends them with torchrun.
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
         if self.rank:

@@ -2,14 +2,12 @@
 
     python -m experiments.chart OUT.svg NAME=RUN,RUN NAME=RUN,...     directories of runs
     python -m experiments.chart OUT.svg experiments/results/main.json       recorded ones
-    python -m experiments.chart OUT.svg experiments/results/deep.json --kind dots
 
-Curves show the reward per step, as a moving average, or with --y what a file has of some
-steps: the mean of the runs of a NAME, and each run as a thin line. Dots show the held-out
-score of each run, with a bar at the mean.
+It shows the reward per step, as a moving average: the mean of the runs of a NAME, and each
+run as a thin line.
 """
-import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -48,49 +46,30 @@ def smooth(values: list[float]) -> list[float]:
     return [fmean(values[max(0, end - SPAN):end]) for end in range(1, len(values) + 1)]
 
 
-def curves(axes, runs: dict[str, list[dict]], key: str) -> None:
+def curves(axes, runs: dict[str, list[dict]]) -> None:
     """A mean is as long as the shortest run of its name."""
     for at, (name, of_name) in enumerate(runs.items()):
-        steps = of_name[0].get("steps")
-        each = [run[key] if steps else smooth(run[key]) for run in of_name]
-        steps = steps or range(1, 1 + max(map(len, each)))
+        each = [smooth(run["reward"]) for run in of_name]
         mean = [fmean(values) for values in zip(*each)]
         colour = COLOURS[at % len(COLOURS)]
-        axes.plot(steps[:len(mean)], mean, color=colour, linewidth=2.5,
+        axes.plot(range(1, 1 + len(mean)), mean, color=colour, linewidth=2.5,
                   label=f"{name} {mean[-1]:.2f}, n {len(each)}")
         for values in each:
-            axes.plot(steps[:len(values)], values, color=colour, linewidth=1, alpha=0.3)
-    axes.set(ylim=(0, None), xlabel="GRPO step", ylabel=key)
+            axes.plot(range(1, 1 + len(values)), values, color=colour, linewidth=1,
+                      alpha=0.3)
+    axes.set(ylim=(0, None), xlabel="GRPO step", ylabel="reward")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def dots(axes, runs: dict[str, list[dict]]) -> None:
-    for at, of_name in enumerate(runs.values()):
-        scores = [run["heldout_final"] for run in of_name]
-        mean = fmean(scores)
-        axes.plot(scores, [at] * len(scores), "o", color=COLOURS[0], alpha=0.6)
-        axes.plot(mean, at, "|", color=COLOURS[1], markersize=16, markeredgewidth=3)
-        axes.text(1.02, at, f"{mean:.2f}, n {len(scores)}", va="center")
-    axes.set(xlim=(0, 1), xlabel="held-out score", yticks=range(len(runs)))
-    axes.set_yticklabels(runs)
-    axes.invert_yaxis()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw runs of train.py as SVG.")
-    parser.add_argument("out", help="the SVG file to write")
-    parser.add_argument("runs", nargs="+", help="NAME=RUN,RUN or FILE.json")
-    parser.add_argument("--kind", default="curves", choices=("curves", "dots"))
-    parser.add_argument("--y", default="reward", help="what the curves show")
-    args = parser.parse_args()
-    runs = {name: of_name for what in args.runs for name, of_name in read(what).items()}
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    out, *given = sys.argv[1:]
+    runs = {name: of_name for what in given for name, of_name in read(what).items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4))
-        if args.kind == "curves":
-            curves(figure.add_subplot(), runs, args.y)
-        else:
-            dots(figure.add_subplot(), runs)
-        figure.savefig(args.out, bbox_inches="tight", metadata={"Date": None})
+        curves(figure.add_subplot(), runs)
+        figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from experiments.bench import clock, our_losses, row_of, step
 from model import Qwen3
 from sampler import Sampler
 
-GPU = DEVICE == "cuda"
 NEW = 128  # tokens that are sampled after a prompt
 LOADS = [(batch, length) for length in (1024, 8192) for batch in (1, 16, 64, 96)]
 UPDATE = ("weights", "gradients", "optimizer", "gathered", "activations")  # of a plan
@@ -109,7 +108,7 @@ def update(model: Qwen3, rank: int = 0) -> None:
     rate = len(rows) * length / seconds
     flop = 6 * (layers + head / 2 + attention)  # of a token; half of them are sampled
     show("tokens/s, TFLOP/s", rate, 1e-12 * flop * rate)
-    if GPU:
+    if DEVICE == "cuda":
         planned = sum(plan.need()[part] for part in UPDATE) / GIB
         show("peak GiB, planned GiB", torch.cuda.max_memory_allocated() / GIB, planned)
 

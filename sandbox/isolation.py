@@ -6,8 +6,6 @@ Root needs CAP_SYS_ADMIN for this, other users need user namespaces. Without the
 has only its limits, a session, a directory and a short environment (docs/repl.md).
 Left out: other systems than Linux, control groups, system-call filters.
 """
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

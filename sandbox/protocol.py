@@ -11,8 +11,6 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
 
 The client does not trust the frames of a worker: `read_result` and `read_query` check them.
 """
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping

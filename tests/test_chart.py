@@ -15,13 +15,10 @@ from tree import Node, Rollout, Turn, write_rollouts
 RESULTS = Path(chart.__file__).parent / "results"
 
 
-@pytest.mark.parametrize("name, flags, shown", [
-    ("main", [], "inherit 0."), ("deep", ["--kind", "dots"], ", n 10<"),
-    ("children", ["--y", "right"], "inheritance 0.")])
-def test_recorded_results_can_be_drawn(name, flags, shown, tmp_path, monkeypatch):
+def test_recorded_results_can_be_drawn(tmp_path, monkeypatch):
     out = tmp_path / "out.svg"
-    assert command(chart, monkeypatch, out, RESULTS / f"{name}.json", *flags) is None
-    assert shown in out.read_text()
+    assert command(chart, monkeypatch, out, RESULTS / "main.json") is None
+    assert "inherit 0." in out.read_text()
 
 
 def write_run(path, rewards):

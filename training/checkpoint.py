@@ -49,10 +49,6 @@ def writing(path: str, world: World):
     world.gather(None)  # it can be read
 
 
-def place(out: str, phase: str, step: int) -> str:
-    return os.path.join(out, FOLDER, f"{phase}-{step:06}")
-
-
 def checkpoints(out: str) -> list[str]:
     """Those that were written to the end, the oldest first."""
     folder = os.path.join(out, FOLDER)

@@ -132,7 +132,6 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
     """A tree as JSON values. Its nodes are a list, and name their children by place."""
     nodes = list(rollout.root.walk())
     place = {node: i for i, node in enumerate(nodes)}
-    task = rollout.task if isinstance(rollout.task, dict) else vars(rollout.task)
 
     def pack_turn(turn: Turn) -> dict:
         row = {"role": turn.role, "text": shown(turn.text)}
@@ -156,8 +155,8 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
         return [] if node.path else [Turn(*said) for said in zip(roles, node.example)]
 
     return {
-        "name": label, "query": shown(task.get("query")), "failed": shown(rollout.failed),
-        "reward": finite(rollout.reward), "gold": shown(task.get("answer")),
+        "name": label, "query": shown(rollout.task.query), "failed": shown(rollout.failed),
+        "reward": finite(rollout.reward), "gold": shown(rollout.task.answer),
         "nodes": [pack_node(node) for node in nodes]}
 
 

@@ -95,8 +95,6 @@ class Run:
     def find_start(self) -> Start:
         config, out = self.config, self.out
         holds_run = os.path.exists(self.path("run.json"))
-        if os.path.exists(out) and not os.path.isdir(out):
-            raise ValueError(f"{out} is a file: give another --out")
         if os.path.isdir(out) and os.listdir(out) and not holds_run:
             raise ValueError(f"{out} is not empty and holds no run: give another --out")
         if config.resume and not holds_run:
@@ -217,7 +215,8 @@ class Run:
         """Everything to continue from. Of a model with adapters only these are written: its
         weights stay what the warm-up left."""
         state = self.state
-        path = checkpoint.place(self.out, state.phase, state.step)
+        name = f"{state.phase}-{state.step:06}"
+        path = os.path.join(self.out, checkpoint.FOLDER, name)
         with checkpoint.writing(path, self.world) as aside:
             self._save(model, aside, not model.rank, True)
             if state.step:  # before the first step it has nothing to save
@@ -250,20 +249,17 @@ class Run:
         """The last report, and OUT/result.json: the scores, and their flags."""
         self.report()
         if self.world.rank == 0:
-            write_json(self.path("result.json"), self.result())
-            score = self.state.results["heldout_final"]["score"]
-            print(f"held out {score:.3f}, after {self.elapsed():.0f} s; next: "
-                  f"python eval.py --model {self.path('final')}")
-        self.world.gather(None)  # rank 0 has written all
-
-    def result(self) -> dict:
-        rows = self.state.results
-        scores = {name: rows[name]["score"] if name in rows else None
-                  for name in HELDOUT}
-        return {"seed": self.config.seed, "credit": self.config.credit, **scores,
+            rows = self.state.results
+            scores = {name: rows[name]["score"] if name in rows else None
+                      for name in HELDOUT}
+            write_json(self.path("result.json"), {
+                "seed": self.config.seed, "credit": self.config.credit, **scores,
                 "heldout_n": rows["heldout_final"]["n"],
                 "sampled_tokens": self.state.sampled,
-                "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)}
+                "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
+            print(f"held out {scores['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
+                  f"next: python eval.py --model {self.path('final')}")
+        self.world.gather(None)  # rank 0 has written all
 
     def path(self, name: str) -> str:
         return os.path.join(self.out, name)
