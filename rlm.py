@@ -39,8 +39,8 @@ from repl import REPL, Limits, REPLError, cut, trees_at_once
 from tasks import Task
 from tasks.in_repl import help_of, source
 from tasks.text import about, as_text, describe
-from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Turn, Unscored,
-                  printable, render)
+from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
+                  render)
 from util import read_json, read_texts, write_json
 
 

@@ -41,19 +41,24 @@ def in_transformers(model: Qwen3) -> torch.nn.Module:
 
 def sampler() -> dict[str, list[float]]:
     """8 roots with one prompt take 3 turns each. After its first, a root waits for 4
-    children of 2 turns, all with one prompt as well. An observation follows each turn."""
+    children of 2 turns, all with one prompt as well. After a turn an observation follows.
+    `work`: positions that ours computed, over the fewest that will do."""
     model = Qwen3(SMALL)
     ours, theirs = Sampler(model, memory=3 << 30, batch=64), in_transformers(model)
-    ratios = []
+    speed, work = [], []
     for _ in range(REPEATS):
         ours.load(model)  # empties the cache
-        seconds = clock(lambda: asyncio.run(trees(ours)))
-        ratios.append(clock(lambda: trees_in_batches(theirs)) / seconds)
-    return {"trees": ratios}
+        before, nodes = ours.stats["computed"], []
+        seconds = clock(lambda: asyncio.run(trees(ours, nodes)))
+        speed.append(clock(lambda: trees_in_batches(theirs)) / seconds)
+        # The last sampled token and the observation after it are never read.
+        needed = {hash(tuple(ids[:n])) for ids in nodes for n in range(1, len(ids) - 200)}
+        work.append((ours.stats["computed"] - before) / len(needed))
+    return {"trees": speed, "work": work}
 
 
-async def trees(sampler: Sampler) -> None:
-    """Every node is a coroutine, as in a rollout."""
+async def trees(sampler: Sampler, nodes: list[list[int]]) -> None:
+    """Every node is a coroutine, as in a rollout. `nodes` gets their tokens."""
     async def node(ids: list[int], turns: int, key: tuple, children: int) -> None:
         for turn in range(turns):
             done = await sampler.generate(ids, ANSWER, key=(*key, turn))
@@ -61,6 +66,7 @@ async def trees(sampler: Sampler) -> None:
             if turn == 0:
                 below = [node(CHILD, 2, (*key, i), 0) for i in range(children)]
                 await asyncio.gather(*below)
+        nodes.append(ids)
 
     await asyncio.gather(*(node(ROOT, 3, (i,), 4) for i in range(8)))
 

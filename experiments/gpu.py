@@ -1,6 +1,6 @@
 """What only a GPU can tell: a table in Markdown.
 
-    python -m experiments.gpu --model DIR
+    python -m experiments.gpu [--model DIR]        without it a random Qwen3-4B
 
 How far the log-probabilities of the sampler and of packed rows are from those of plain
 rows; the speed of prompts, decoding and updates, to compare with the card's data sheet; and
@@ -20,9 +20,12 @@ from engine import parallel
 from engine.device import DEVICE
 from engine.plan import GIB, Plan
 from experiments.bench import clock, our_losses, row_of, step
-from model import Qwen3
+from model import Qwen3, Qwen3Config
 from sampler import Sampler
 
+QWEN3_4B = Qwen3Config(
+    vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 NEW = 128  # tokens that are sampled after a prompt
 LOADS = [(batch, length) for length in (1024, 8192) for batch in (1, 16, 64, 96)]
 UPDATE = ("weights", "gradients", "optimizer", "gathered", "activations")  # of a plan
@@ -118,12 +121,17 @@ PARTS = {"agreement": agreement, "sampling": sampling, "update of all weights": 
 
 
 def run(part: str, path: str) -> None:
-    PARTS[part](Qwen3.from_pretrained(path, torch.bfloat16, DEVICE))
+    if path:
+        model = Qwen3.from_pretrained(path, torch.bfloat16, DEVICE)
+    else:
+        with torch.device(DEVICE):
+            model = Qwen3(QWEN3_4B).to(torch.bfloat16)
+    PARTS[part](model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what only a GPU can tell.")
-    parser.add_argument("--model", required=True, help="directory of a checkpoint")
+    parser.add_argument("--model", default="", help="directory of a checkpoint")
     path = parser.parse_args().model
     print(f"| torch {torch.__version__} on {DEVICE} | | |\n{'|---' * 3}|")
     for part in PARTS:
