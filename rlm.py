@@ -1,7 +1,7 @@
 """One rollout of a Recursive Language Model: prompts, parsing, and the recursion.
 
 The context never enters the model's window. It is the variable `context` in a Python
-REPL. The model writes ```repl blocks, sees what they print, and ends by calling
+REPL, beside `question`. The model writes ```repl blocks, sees what they print, and ends by calling
 FINAL(value) in one. Its code may call the model again: rlm_query starts a child with its
 own REPL, llm_query asks for one plain completion. Parent and child are the same policy,
 and the result is a tree of nodes.
@@ -37,8 +37,8 @@ import tasks
 import util
 from repl import REPL, Limits, REPLError, cut, trees_at_once
 from tasks import Task
-from tasks.in_repl import help_of, source
-from tasks.text import about, as_text, describe
+from tasks.in_repl import block, help_of, source
+from tasks.text import ALONE, LETTERS, Example, about, as_text, describe
 from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
                   render)
 from util import read_json, read_texts, write_json
@@ -249,6 +249,7 @@ class _Tree:
             return
 
         tools = source(getattr(self.kind, "TOOLS", ()))
+        tools += f"\nquestion = {query!r}"
         printed = notes = ""
         async with REPL(context, tools, self.config.limits) as repl:
             for turn in range(self.config.max_turns):
@@ -427,81 +428,56 @@ def spoken(text: str) -> str:
 
 
 FULL = """\
-You answer a question about a context that is too long to read at once. It is the variable \
-`context` in a Python REPL. Write code in a block like this one; it runs, and you see what \
-it prints:
+You answer a question about a context, which may be too long to read. Both are variables \
+in a Python REPL: `question` and `context`. Each of your messages is one block of code:
 
 ```repl
-print(type(context), len(context))
+print(context)
 ```
 
-A message ends with its first block. Variables persist between messages. Only what is \
-printed is shown to you, at most {output} characters a block, so print little. You have \
-{turns} messages of at most {tokens} tokens.
-
-In the REPL you have:
-- context: the data. FINAL(value): gives your answer and ends at once. FINAL_VAR("name"): \
-gives the value of that variable. SHOW_VARS(): names, types and sizes of your variables. \
-Or build the answer in the dict `answer`: answer["content"] = value, and answer["ready"] = \
-True ends as FINAL does.
+It runs, and you see what it prints, at most {output} characters. Variables persist. You \
+have {turns} messages of at most {tokens} tokens. In the REPL you also have:
+- FINAL(value): gives your answer and ends at once.
 {calls}{tools}
 {strategy}
-Give the answer only inside a block. Be quick: look, {delegate}combine, FINAL.
 
 The conversation begins with an example, about another context. Then comes your question."""
 
 CALLS = """\
-- rlm_query(prompt, context=None) -> the answer of {child}. Its context is yours if you \
-give none. rlm_query_batched(prompts, contexts) -> a list, all at once; one string as \
-prompts is used for every context.
-- llm_query(prompt) -> str, llm_query_batched(prompts) -> list: a model without a REPL, \
-for short texts.
-A call that fails gives a string that begins with "Error". At most {nodes} calls in the \
-whole tree of calls.
+- rlm_query_batched(prompts, contexts) -> a list of answers, each of {child}. One string \
+as prompts is used for every context. rlm_query(prompt, context): one such call.
+- llm_query_batched(prompts), llm_query(prompt) -> str: a model without a REPL, for short \
+texts.
+A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
 """
-
 CHILD = "a child with a REPL of its own, working like you"
 READER = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
-
-
-# Conversations about other questions, which come before the real one: user, assistant, ...
-# A root sees one that delegates, a child one that reads.
-DELEGATES = [
-    """\
-What is each letter from Rome about: weather, money or family? Answer with a dict {name: \
-subject}.
-context: dict of 31 items, 9204 characters in all. The first is context['Oslo 12'] = \
-'Dear Tom, the boat leaves on Monday and ' ...""",
-    """\
-```repl
-names = [name for name in context if "Rome" in name]
-question = "What is this letter about: weather, money or family? Answer with one word."
-subjects = rlm_query_batched(question, [context[name] for name in names])
-FINAL(dict(zip(names, subjects)))
-```"""]
-READS = [
-    """\
-What is this letter about: weather, money or family? Answer with one word.
-context: str of 254 characters. It begins with 'Dear Ann, we arrived on Friday and found \
-the house as you left it.' ...""",
-    """\
-```repl
-print(context)
-```""",
-    """\
-Dear Ann, we arrived on Friday and found the house as you left it. It has rained for nine \
-days, the roads are under water and I am sick of it. Love, Tom
-
-The question: What is this letter about: weather, money or family? Answer with one word.
-Now write the next block. FINAL(value) in it gives your answer.""",
-    """\
-```repl
-FINAL("weather")
-```"""]
-GO_ON = "Now write the next block. FINAL(value) in it gives your answer."
+GO_ON = "Write the next block. If you can answer now, call FINAL(value) in it."
 LAST = "This is your last message: call FINAL in its block."
+
+EXAMPLE = Example(
+    query="What are the letters from Rome about: weather, money or family? Answer with a "
+          "dict {name of the letter: subject}.",
+    context=LETTERS,
+    code=f"""\
+names = [name for name in context if "Rome" in name]
+parts = [context[name] for name in names]
+answers = rlm_query_batched(question + "{ALONE}", parts)
+FINAL(dict(zip(names, answers)))""",
+    part=LETTERS["Rome 2"], answer="weather")
+
+
+def shown(example: Example, delegates: bool) -> list[str]:
+    """The conversation of an example's root, which delegates, or that of its child, which
+    reads: texts of user and assistant in turn."""
+    if delegates:
+        return [f"{example.query}\n{describe(example.context, 'full')}", block(example.code)]
+    query = example.query + ALONE
+    return [f"{query}\n{describe(example.part, 'full')}", block("print(context)"),
+            f"{example.part}\n\nThe question: {query}\n{GO_ON}",
+            block(f"FINAL({example.answer!r})")]
 
 
 def opening(node: Node, query: str, context: Any, kind: ModuleType,
@@ -510,23 +486,23 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
     assistant in turn), and the user's message; `kind` is that of the task."""
     if node.kind == "llm":
         return LEAF, [], query if context is None else f"{query}\n\n{as_text(context)}"
-    tools, asks = getattr(kind, "TOOLS", ()), config.max_nodes > 1
+    tools = getattr(kind, "TOOLS", ())
     user = f"{query}\n{describe(context, config.style)}"
     if config.style == "brief":
         names = "".join(f"{tool.__name__}, " for tool in tools)
         return BRIEF.format(tools=names), [], user
 
-    calls, delegate, strategy = "", "", ""
+    # A child that could only ask models without a REPL is told to read.
+    asks = config.max_nodes > 1 and (not node.path or node.depth < config.max_depth)
+    calls, strategy = "", getattr(kind, "READING", "")
     if asks:
         child = CHILD if node.depth < config.max_depth else READER
         calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
-        delegate, strategy = "delegate, ", getattr(kind, "STRATEGY", "")
+        strategy = getattr(kind, "STRATEGY", "")
     system = getattr(kind, "PROMPT", FULL).format(
         output=config.limits.output_chars, turns=config.max_turns,
-        tokens=config.turn_tokens, calls=calls, delegate=delegate, tools=help_of(tools),
-        strategy=strategy)
-    examples = getattr(kind, "EXAMPLES", (DELEGATES, READS))
-    return system, examples[bool(node.path) or not asks], user
+        tokens=config.turn_tokens, calls=calls, tools=help_of(tools), strategy=strategy)
+    return system, shown(getattr(kind, "EXAMPLE", EXAMPLE), asks), user
 
 
 def observation(seen: str, node: Node, query: str, config: RLMConfig) -> str:

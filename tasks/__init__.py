@@ -16,9 +16,10 @@ A kind is a module with two functions:
 
 and, if it likes, with some of these:
 
-    STRATEGY        text for the full prompt: how to go about it
+    STRATEGY        for the full prompt of nodes that delegate: how to go about it
+    READING         the same for nodes that do not
     PROMPT          the system message, in place of rlm.FULL and with its fields
-    EXAMPLES        two conversations, for roots and for children, as rlm.DELEGATES, READS
+    EXAMPLE         a text.Example, in place of rlm.EXAMPLE
     in_words(query) -> str                      a generated question, for full prompts
     TOOLS           functions that travel into the REPL as source text
     TOKENS          the usual length of its context, if `make` heeds `tokens`

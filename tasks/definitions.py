@@ -16,18 +16,27 @@ from itertools import islice
 from pathlib import Path
 
 from tasks.in_repl import block, word_of
-from tasks.text import how_many, pick, strings_in
+from tasks.text import ALONE, Example, how_many, pick, strings_in
 
 STRATEGY = """\
-The context is a list of pages of a dictionary, with lines "word: definition". Return a \
-list of the words of the class in question. The classes are act, animal, artifact, \
-attribute, body, communication, food, group, person, plant, state and substance. No \
-definition names its class: searching with code finds little, read instead.
-1. Give each page to a child: rlm_query_batched(question, context), and call FINAL with \
-the list of their lists.
-2. A child has one page as its context (a str). It prints the page. In its next message it \
-writes each word with its class behind it, then gives FINAL the list of those words that \
-have the class in question, [] if there are none."""
+The context is a list of pages of a dictionary. No definition names its class: searching \
+with code finds little. Give each page to a child, and answer with the list of their lists. \
+The classes are act, animal, artifact, attribute, body, communication, food, group, person, \
+plant, state and substance."""
+READING = """\
+The context is a page of a dictionary, with lines "word: definition". Print it. Then answer \
+with the list of those words that have the class in question, [] if there are none. The \
+classes are act, animal, artifact, attribute, body, communication, food, group, person, \
+plant, state and substance."""
+EXAMPLE = Example(
+    query="Which of these people make music? Read what they do. Answer with a list of the "
+          "names.",
+    context=["Ada: keeps bees near Oslo\nTom: plays the violin at weddings\nEva: sings in "
+             "a choir", "Max: mends roofs\nIda: sells fish at the market"],
+    code=f'FINAL(rlm_query_batched(question + "{ALONE}", context))',
+    part="Ada: keeps bees near Oslo\nTom: plays the violin at weddings\nEva: sings in a "
+         "choir",
+    answer=["Tom", "Eva"])
 
 DATA = Path(__file__).parent / "data" / "wordnet.tsv"
 ROWS = [line.split("\t") for line in DATA.read_text("utf-8").splitlines()]

@@ -9,20 +9,28 @@ import re
 from dataclasses import replace
 
 from tasks.in_repl import TOOLS, block, word_of
-from tasks.text import (ADJECTIVES, NOUNS, field, how_many, make_sentence, make_term, pick,
-                        strings_in)
+from tasks.text import (ADJECTIVES, ALONE, LETTERS, NOUNS, Example, field, how_many,
+                        make_sentence, make_term, pick, strings_in)
 
-STRATEGY = """\
-The context is a dict {paper id: text}. Return the sentences that answer the question, \
-verbatim, as a list of strings; they are scored by the characters they share with the \
-gold sentences, so leave out everything else.
-1. List the papers, and search them for the words of the question and for synonyms, to \
-find the few that matter. Reading all of them yourself would not fit into your window.
-2. Give each promising paper to a child: rlm_query_batched(question, [context[i] for i in \
-ids]). A child sees one paper as its context (a str), searches it, reads the passages, \
-and returns the exact sentences as a list of strings copied from the text, or [] if there \
-are none.
-3. Drop strings that are errors, join the lists, and call FINAL with them."""
+READING = """\
+The answer is a list of strings: the sentences that answer the question, copied exactly, \
+and nothing else; [] if there are none. They are scored by the characters that they share \
+with the gold sentences."""
+STRATEGY = f"""\
+The context is a dict of papers, from their ids to their texts. Search the papers for the \
+words of the question and for synonyms, to find the few that matter. Reading all of them \
+yourself would not fit into your window. Give each of the few to a child, which searches \
+it and reads the passages. Join the children's lists.
+{READING}"""
+EXAMPLE = Example(
+    query="Find all sentences about rain in the letters of the context. Answer with a list "
+          "of these sentences, copied exactly.",
+    context=LETTERS,
+    code=f"""\
+parts = [text for text in context.values() if "rain" in text]
+FINAL(rlm_query_batched(question + "{ALONE}", parts))""",
+    part=LETTERS["Rome 2"],
+    answer=["It has rained for nine days."])
 
 TOKENS = 4_970  # 34 papers
 PAPER_TOKENS = (66 * 7 + 122.6) / 4  # on average

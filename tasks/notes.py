@@ -16,12 +16,9 @@ from tasks.in_repl import block, word_of
 from tasks.text import how_many, pick
 
 STRATEGY = """\
-The context is a dict {name: words}. Return a dict {name: kind} of the notes from the \
-place in question, and no others; a kind is animals, plants, tools or foods.
-1. Find the notes from the place with code: it is in their names.
-2. Let a child read each of them: rlm_query_batched("Kind? Answer with animals, plants, \
-tools or foods.", [context[i] for i in names]).
-3. Join names and answers, and call FINAL with the dict."""
+The context is a dict {name of a note: its words}. Find the notes from the place with code: \
+it is in their names. Let a child read each of them. Join names and answers."""
+READING = "Print the note. Then answer: animals, plants, tools or foods."
 
 WORDS = {
     "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider "
@@ -87,10 +84,9 @@ def make(rng, tokens=None, heldout=False):
 
 
 def in_words(query):
-    return (f"{query} These are the notes with the place in their names. One word of a "
-            "note is an animal, a plant, a tool or a food, and says what it is about. "
-            "Answer with a dict {name: kind} of these notes; a kind is animals, plants, "
-            "tools or foods.")
+    place = re.search('"(.*)"', query)[1]
+    return (f'What are the notes from "{place}" about: animals, plants, tools or foods? One '
+            "word of a note tells. Answer with a dict {name of the note: subject}.")
 
 
 def score(task, answer):

@@ -2,6 +2,7 @@
 a row."""
 import json
 import random
+from dataclasses import dataclass
 from typing import Any
 
 ONSETS, VOWELS, CODAS = "bdfgklmnprst", "aeiou", "nrlx"
@@ -12,6 +13,26 @@ NOUNS = "sample layer method signal model record survey result effect pattern".s
 VERBS = "improved reduced followed explained limited confirmed shifted matched".split()
 TAILS = ("in every trial", "at low cost", "without a control", "over two years",
          "for small groups", "under new rules", "after the change", "with less noise")
+
+
+ALONE = " Your context is one of them: give the answer for it alone."
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question with a tree that answers it. Full prompts show it before the real one."""
+    query: str
+    context: Any
+    code: str  # of the root: it asks children `question + ALONE`, and answers
+    part: str  # the context of one child
+    answer: Any  # what that child answers
+
+
+LETTERS = {
+    "Oslo 1": "Dear Tom, the boat leaves on Monday. Bring the blue paint with you. Ann",
+    "Rome 2": "Dear Ann, we arrived on Friday and found the house as you left it. It has "
+              "rained for nine days. The roads are under water, and I am sick of it. Tom",
+    "Rome 3": "Dear Eva, the rain has stopped. Your sister has a son, and is well. Max"}
 
 
 def how_many(rng: random.Random, least: int, most: int, tokens: int | None,

@@ -445,19 +445,36 @@ def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(
 
 
 @pytest.mark.parametrize("path", [(), (0,)])
-def test_the_full_prompt_is_filled_in_and_names_every_builtin(path):
+def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
     config = RLMConfig(max_depth=1, window=2000)
-    system, example, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
-                                    evidence_kind, config)
-    assert all(parse(text)[1] for text in example[1::2])  # each shown message has a block
-    assert ("rlm_query" in example[1]) == (path == ()) and "FINAL" in example[-1]
-    assert not re.search(r"[{}]", system.replace("{paper id: text}", ""))
+    system, _, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
+                              evidence_kind, config)
+    assert not re.search(r"[{}]", system)
     tools = [tool.__name__ for tool in evidence_kind.TOOLS]
-    for name in ("context", "answer", *BUILTINS, *tools):
+    for name in ("context", "question", "FINAL", *tools):
         assert re.search(rf"\b{name}\b", system), name
-    assert evidence_kind.STRATEGY in system and "the {question}" in user
-    assert ("a child with a REPL" in system) == (path == ())
-    assert parse(system)[1] == "print(type(context), len(context))\n"
+    assert evidence_kind.READING in system and "the {question}" in user
+    for text in ("rlm_query_batched", "a child with a REPL", evidence_kind.STRATEGY):
+        assert (text in system) == (path == ())
+    assert parse(system)[1] == "print(context)\n"
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
+    """A tree that grows from the example's own messages has no error, and its turns are
+    those that prompts show."""
+    example = getattr(tasks.load(name), "EXAMPLE", rlm.EXAMPLE)
+    asks, reads = rlm.shown(example, True), rlm.shown(example, False)
+
+    def child(node):
+        return [reads[1], reads[3]][node.written]
+
+    root = grow({(): asks[1], "*": child},
+                Task("t", "question", example.query, example.context))
+    assert root.end == "final" and root.answer and not root.errors
+    assert [turn.text for turn in root.turns[1:]] == asks
+    assert reads in [[turn.text for turn in node.turns[1:]] for node in root.children]
+    assert {str(node.answer) for node in root.children} == {str(example.answer)}
 
 
 # --- a trained model, and the command line ------------------------------------------------
