@@ -1,10 +1,10 @@
 """One rollout of a Recursive Language Model: prompts, parsing, and the recursion.
 
 The context never enters the model's window. It is the variable `context` in a Python
-REPL, beside `question`. The model writes ```repl blocks, sees what they print, and ends by calling
-FINAL(value) in one. Its code may call the model again: rlm_query starts a child with its
-own REPL, llm_query asks for one plain completion. Parent and child are the same policy,
-and the result is a tree of nodes.
+REPL, beside `question`. The model writes ```repl blocks, sees what they print, and ends by
+calling FINAL(value) in one. Its code may call the model again: rlm_query starts a child
+with its own REPL, llm_query asks for one plain completion. Parent and child are the same
+policy, and the result is a tree of nodes.
 
 - A message ends with its first complete block. Sampling stops there.
 - A node that ends without FINAL answers with what its code has put into answer["content"].
@@ -21,6 +21,7 @@ accepts. Here only a call inside the REPL answers.
 """
 import asyncio
 import inspect
+import json
 import math
 import random
 import re
@@ -477,7 +478,7 @@ def shown(example: Example, delegates: bool) -> list[str]:
     query = example.query + ALONE
     return [f"{query}\n{describe(example.part, 'full')}", block("print(context)"),
             f"{example.part}\n\nThe question: {query}\n{GO_ON}",
-            block(f"FINAL({example.answer!r})")]
+            block(f"FINAL({json.dumps(example.answer)})")]
 
 
 def opening(node: Node, query: str, context: Any, kind: ModuleType,

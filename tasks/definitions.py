@@ -28,14 +28,17 @@ The context is a page of a dictionary, with lines "word: definition". Print it. 
 with the list of those words that have the class in question, [] if there are none. The \
 classes are act, animal, artifact, attribute, body, communication, food, group, person, \
 plant, state and substance."""
+PEOPLE = """\
+Ada: keeps bees on a farm near Oslo and sells honey
+Tom: plays the violin at weddings and in a cafe
+Rob: drives a bus through the hills from May to October
+Eva: sings in the choir of a small church"""
 EXAMPLE = Example(
     query="Which of these people make music? Read what they do. Answer with a list of the "
           "names.",
-    context=["Ada: keeps bees near Oslo\nTom: plays the violin at weddings\nEva: sings in "
-             "a choir", "Max: mends roofs\nIda: sells fish at the market"],
+    context=[PEOPLE, "Max: mends roofs\nIda: sells fish at the market"],
     code=f'FINAL(rlm_query_batched(question + "{ALONE}", context))',
-    part="Ada: keeps bees near Oslo\nTom: plays the violin at weddings\nEva: sings in a "
-         "choir",
+    part=PEOPLE,
     answer=["Tom", "Eva"])
 
 DATA = Path(__file__).parent / "data" / "wordnet.tsv"

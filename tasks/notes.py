@@ -18,7 +18,6 @@ from tasks.text import how_many, pick
 STRATEGY = """\
 The context is a dict {name of a note: its words}. Find the notes from the place with code: \
 it is in their names. Let a child read each of them. Join names and answers."""
-READING = "Print the note. Then answer: animals, plants, tools or foods."
 
 WORDS = {
     "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider "

@@ -31,7 +31,8 @@ class Example:
 LETTERS = {
     "Oslo 1": "Dear Tom, the boat leaves on Monday. Bring the blue paint with you. Ann",
     "Rome 2": "Dear Ann, we arrived on Friday and found the house as you left it. It has "
-              "rained for nine days. The roads are under water, and I am sick of it. Tom",
+              "rained for nine days. The roads are under water, and I am sick of it. Give "
+              "my love to all. Tom",
     "Rome 3": "Dear Eva, the rain has stopped. Your sister has a son, and is well. Max"}
 
 
