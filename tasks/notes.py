@@ -85,7 +85,7 @@ def make(rng, tokens=None, heldout=False):
 def in_words(query):
     place = re.search('"(.*)"', query)[1]
     return (f'What are the notes from "{place}" about: animals, plants, tools or foods? One '
-            "word of a note tells. Answer with a dict {name of the note: subject}.")
+            "word of a note tells. Answer with a dict {name of the note: one of these four}.")
 
 
 def score(task, answer):
