@@ -19,6 +19,7 @@ The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
 """
+import argparse
 import asyncio
 import inspect
 import json
@@ -56,30 +57,48 @@ class RLMConfig:
     tree_tokens: int = 200_000  # sampled tokens of a tree
     seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
     style: str = "full"  # full: for pretrained models; brief: for those made from nothing
-    scratch: bool = False  # made from nothing: train.py takes other learning rates
+    task: str = ""  # that it was trained on: a name, or a file
     limits: Limits = field(default_factory=Limits)
 
     def save(self, path: str) -> None:
         write_json(path, asdict(self))
 
 
-def load_config(model_dir: str, positions: float = math.inf,
-                sandbox: str = "auto") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults. The window is at most the model's
-    positions. `sandbox` depends on this machine, so the file does not set it."""
-    path = Path(model_dir, "rlm.json")
-    saved = read_json(path) if path.exists() else {}
-    try:
-        limits = Limits(**saved.pop("limits", {}) | {"sandbox": sandbox})
-        config = RLMConfig(**saved, limits=limits)
-    except TypeError as error:  # a field that there is not
-        raise ValueError(f"{path}: {error}") from None
-    return replace(config, window=min(config.window, positions))
+def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
+                changes: str = "") -> RLMConfig:
+    """rlm.json of a checkpoint, or the defaults, and the fields of a file `changes` in
+    their place. The window is at most the model's positions. `sandbox` depends on this
+    machine, so no file sets it."""
+    config, saved = RLMConfig(), Path(model_dir, "rlm.json")
+    for path in (saved if saved.exists() else "", changes):
+        if path:
+            fields = read_json(path)
+            if not isinstance(fields, dict):
+                raise ValueError(f"{path}: not a JSON object")
+            limits = _checked(config.limits, fields.pop("limits", {}), path)
+            config = replace(config, **_checked(config, fields, path),
+                             limits=replace(config.limits, **limits))
+    limits = replace(config.limits, sandbox=sandbox)
+    return replace(config, window=min(config.window, positions), limits=limits)
+
+
+def _checked(config: RLMConfig | Limits, fields: dict, path: str | Path) -> dict:
+    """The fields. Raises ValueError for one that there is not, and for a wrong type."""
+    usual = asdict(config)
+    for name, value in fields.items():
+        if name not in usual:
+            raise ValueError(f"{path}: there is no field {name!r}")
+        kind = type(usual[name])
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise ValueError(f"{path}: {name} is {value!r}, not of type {kind.__name__}")
+    if fields.get("style", "full") not in NO_BLOCK:
+        raise ValueError(f"{path}: style is {fields['style']!r}; it can be full or brief")
+    return fields
 
 
 # The trees of the tiny model that train.py makes.
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     seconds=60.0, style="brief", scratch=True,
+                     seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
 
 
@@ -104,15 +123,19 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
     tree = _Tree(task, policy, tokenizer, config, key)
     root = Node()
-    query = task.query
-    if config.style != "brief" and hasattr(tree.kind, "in_words"):
-        query = tree.kind.in_words(query)
+    query = asked(task, config)
     problem = tree.open(root, query, task.context)
     if problem:
         root.end = "window"
     else:
         await tree.converse(root, query, task.context)
     return root
+
+
+def asked(task: Task, config: RLMConfig) -> str:
+    """The question as the root reads it: full prompts put a generated one into words."""
+    in_words = getattr(tasks.of(task), "in_words", None)
+    return in_words(task.query) if in_words and config.style != "brief" else task.query
 
 
 @dataclass(frozen=True)
@@ -178,8 +201,8 @@ async def reward_of(root: Node, task: Task, score: Callable) -> float:
     reward = score(*arguments)
     if inspect.isawaitable(reward):
         reward = await reward
-    if not math.isfinite(reward):
-        raise ValueError(f"the score of {task.id} is {reward}, which is not finite")
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ValueError(f"the score of {task.id} is {reward!r}, no finite number")
     return float(reward)
 
 
@@ -539,11 +562,12 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0):
 class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
-    `trace` holds the root of the last tree."""
+    `trace` holds the root of the last tree. `changes` is a file with fields of rlm.json;
+    its `task` decides the prompts, and is that of the model's training."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
-                 sandbox: str = "auto", batch: int = 8):
+                 sandbox: str = "auto", batch: int = 8, changes: str = ""):
         import engine  # before torch: it says how torch's threads wait
         from model import Qwen3
         from engine.device import DEVICE, compute_dtype
@@ -551,19 +575,19 @@ class RLM:
         from tokenizer import Tokenizer
 
         model = Qwen3.from_pretrained(model_dir, compute_dtype(model_dir), DEVICE)
-        self.config = load_config(model_dir, model.config.max_position_embeddings, sandbox)
+        positions = model.config.max_position_embeddings
+        self.config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=batch, window=self.config.window)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 
-    def completion(self, query: str, context: Any, kind: str = "question") -> Any:
-        """The answer: any JSON value, or None. In a notebook await `acompletion`. A model
-        that was trained on a `kind` of task knows the prompts of that kind."""
-        return asyncio.run(self.acompletion(query, context, kind))
+    def completion(self, query: str, context: Any) -> Any:
+        """The answer: any JSON value, or None. In a notebook await `acompletion`."""
+        return asyncio.run(self.acompletion(query, context))
 
-    async def acompletion(self, query: str, context: Any, kind: str = "question") -> Any:
-        task = Task("question", kind, query, context)
+    async def acompletion(self, query: str, context: Any) -> Any:
+        task = Task("question", tasks.kind_of(self.config.task), query, context)
         self.trace = await rollout(
             task, self.policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
@@ -579,6 +603,12 @@ def main() -> None:
     add("--demo", action="store_true", help="ask about notes that --seed generates")
     add("--model", default=Path(__file__).parent / "assets" / "tiny",
         help="checkpoint directory (default assets/tiny)")
+    add("--api", metavar="URL", help="a server in place of --model, as "
+        "http://localhost:8000/v1; its key: OPENAI_API_KEY")
+    add("--api-model", metavar="NAME", default="", help="the server's model")
+    add("--task", default="", help="whose prompts and tools are used: a name, or "
+        "path/to/my_task.py (default: that of the model's training)")
+    add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     add("question", nargs="?", help="what to ask")
     add("files", nargs="*", help="the context (default standard input)")
@@ -588,26 +618,37 @@ def main() -> None:
     try:
         if args.demo:
             rng = random.Random(f"demo {args.seed}")
-            task = tasks.make(tasks.load("notes"), rng, heldout=True)
+            question = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
             context = read_texts(args.files) if args.files else sys.stdin.read()
-            task = Task("question", "question", args.question, context)
-        model = RLM(args.model, seed=args.seed)
-        model.completion(task.query, task.context, task.kind)
-    except (OSError, ValueError, RuntimeError) as error:
+            question = Task("question", "", args.question, context)
+        root = ask(args, question)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if util.is_theirs(error):
+            raise
         sys.exit(f"rlm.py: {error}")
-    show(model.trace)
-    if args.demo:
-        score = tasks.reward(task, model.trace.answer)
-        print(f"gold: {as_text(task.answer)}\nscore: {score:.2f}")
-
-
-def show(root: Node) -> None:
-    """Print a tree and its answer. Without an answer, exits with the reason."""
     print(render(root) + "\n")
     if root.answer is None and ENDS[root.end]:
         sys.exit(f"no answer: {ENDS[root.end]}")
     print(printable(as_text(root.answer)))
+    if args.demo:
+        score = tasks.reward(question, root.answer)
+        print(f"gold: {as_text(question.answer)}\nscore: {score:.2f}")
+
+
+def ask(args: argparse.Namespace, question: Task) -> Node:
+    """The tree of a question to the model, or the server, that the flags name."""
+    if args.api:
+        from baselines.api import API
+        policy, tokenizer = API(args.api, args.api_model), None
+        config = load_config("", changes=args.rlm)
+    else:
+        model = RLM(args.model, seed=args.seed, changes=args.rlm)
+        policy, tokenizer, config = model.policy, model.tokenizer, model.config
+    if not question.kind:
+        kind = tasks.kind_of(args.task or config.task)
+        question = replace(question, kind=kind)
+    return asyncio.run(rollout(question, policy, tokenizer, config, (args.seed,)))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,10 @@ def train(config: Config, world: World) -> None:
     """One run: what it needs, then the warm-up and GRPO, with an evaluation after each."""
     # What the user gave is read first: a typo must leave no directory.
     have = free_memory(world)
-    config = settings.settle(config, rlm.load_config(config.model))
+    width = 0
+    if config.model and not config.resume:
+        width = Qwen3Config.read(os.path.join(config.model, "config.json")).hidden_size
+    config = settings.settle(config, width)
     objective = objective_of(config)
     score = util.load_function(config.reward, "score") if config.reward else tasks.reward
     kind = tasks.load(config.task, config.data)
@@ -132,8 +135,11 @@ def train(config: Config, world: World) -> None:
 
     tokenizer = Tokenizer.from_pretrained(start.source)
     shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
+    changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
     rlm_config = rlm.load_config(
-        start.source, shape.max_position_embeddings, config.sandbox)
+        start.source, shape.max_position_embeddings, config.sandbox, changes)
+    name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
+    rlm_config = replace(rlm_config, task=name)
     if config.method != "saved":
         rlm_config = rlm_config_of(config.method, rlm_config)
     wanted = plan_of(config, shape, rlm_config, have)
@@ -141,13 +147,13 @@ def train(config: Config, world: World) -> None:
     rlm_config = replace(rlm_config, window=plan.window)
     if plan != wanted:
         print(plan.table(wanted))
-    print(settings.opening(config, rlm_config, plan.dtype), resuming(config, world))
+    print(settings.opening(config, rlm_config, plan), resuming(config, world))
     if not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
 
     if not in_grpo and config.warmup_steps:
-        trees = warm_up_trees(config, questions, tokenizer, rlm_config, trees)
+        trees = warm_up_trees(config, plan, questions, tokenizer, rlm_config, trees)
     adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
     model, optimizer = load(start, config, plan, adapters)
     run.open(tokenizer, rlm_config)
@@ -182,13 +188,14 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
             optimizer: AdamW, trees: list[Rollout]) -> None:
     """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
     state, steps, said = run.state, config.warmup_steps, time.monotonic()
+    suits = settings.defaults(plan.config.hidden_size)
     nodes = [node for tree in trees for node in tree.root.walk()
              if node.sampled and len(node.ids) <= plan.window]
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
-        batch = rng.choices(nodes, k=settings.defaults(run.rlm_config).warmup_rows)
+        batch = rng.choices(nodes, k=suits.warmup_rows)
         rows = [Row(node.ids, node.mask, [], [], 1) for node in batch]
         tokens = sum(node.sampled for node in batch)
         total = 0.0
@@ -216,14 +223,14 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
         run.maybe_save(model, optimizer, every=1 if last else 100)
 
 
-def warm_up_trees(config: Config, questions: Questions, tokenizer: Tokenizer,
+def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: Tokenizer,
                   rlm_config: RLMConfig, saved: list[Rollout]) -> list[Rollout]:
     """What the warm-up imitates: the saved trees, encoded anew, or trees of scripts."""
     for node in [node for tree in saved for node in tree.root.walk()]:
         node.turns = tokenizer.encode_turns(node.turns, node.example)
     if saved:
         return saved
-    suits = settings.defaults(rlm_config)
+    suits = settings.defaults(plan.config.hidden_size)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
     asked = [questions.draw("warmup", i) for i in range(count)]
     trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
@@ -383,7 +390,7 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
     """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
     FloatingPointError before a NaN gets into the weights."""
     weights = [w for w in model.parameters() if w.grad is not None]
-    max_norm = settings.defaults(run.rlm_config).max_norm
+    max_norm = settings.defaults(model.config.hidden_size).max_norm
     norm = full_tensor(torch.nn.utils.clip_grad_norm_(weights, max_norm)).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise FloatingPointError(

@@ -1,7 +1,7 @@
 """A policy behind an HTTP server that speaks the chat-completions protocol: hosted models,
 vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
-    python -m baselines.api http://localhost:8000/v1 NAME "What is it about?" README.md
+    python rlm.py --api http://localhost:8000/v1 --api-model NAME "What is it about?" FILE
 
 The package `openai` sends the requests, and sends them again when a server is busy or
 broken. Where the server refuses one for its content or length (400, 413, 422), that node
@@ -11,17 +11,12 @@ such model) is the machine's failure: the tree is lost, and counts as failed.
 Left out: streaming, log-probabilities, prices, and models that refuse `max_tokens` or
 `temperature`.
 """
-import asyncio
 import os
 import sys
 
 import openai
 
-import rlm
-import util
-from tasks import Task
 from tree import Completion, Lost, Node, Refused
-from util import read_texts
 
 REFUSALS = (400, 413, 422)
 
@@ -60,23 +55,3 @@ class API:
         usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
         stop = "length" if choice.finish_reason == "length" else "stop"
         return Completion(choice.message.content or "", stop=stop, usage=usage)
-
-
-def main() -> None:
-    parser = util.parser("Ask a model behind a server about files. Prints its tree, then "
-                          "the answer. The key is read from OPENAI_API_KEY.")
-    parser.add_argument("url", help="the server, as http://localhost:8000/v1")
-    parser.add_argument("model", help="the server's name for the model")
-    parser.add_argument("question", help="what to ask")
-    parser.add_argument("files", nargs="+", help="the context")
-    args = parser.parse_args()
-    try:
-        task = Task("question", "question", args.question, read_texts(args.files))
-        policy = API(args.url, args.model)
-        rlm.show(asyncio.run(rlm.rollout(task, policy, None, rlm.RLMConfig())))
-    except (OSError, RuntimeError) as error:
-        sys.exit(f"baselines.api: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -76,6 +76,11 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     return kind
 
 
+def kind_of(spec: str) -> str:
+    """The kind that a user's own questions have: that of a task, else "question"."""
+    return name_of(load(spec)) if spec else "question"
+
+
 def of(task: Task) -> ModuleType:
     """The kind of a question, which was loaded before."""
     return _files.get(task.kind) or load(task.kind)
@@ -96,7 +101,19 @@ def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
         made = kind.make(rng, tokens=tokens, heldout=heldout)
     except ValueError as error:
         raise ValueError(f"{name}: no question of {tokens} tokens ({error})") from error
-    return Task(f"{name}-{rng.randrange(1 << 32):08x}", name, *made)
+    return question(f"{name}-{rng.randrange(1 << 32):08x}", name, made)
+
+
+def question(id: str, kind: str, made: Any) -> Task:
+    """A Task from what a kind's `make` or `read` returned. Raises ValueError if that is not
+    (query, context, gold)."""
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise ValueError(f"{kind}: not (query, context, gold): {made!r:.60}")
+    query, context, gold = made
+    if not isinstance(query, str) or not isinstance(context, (str, list, dict)):
+        raise ValueError(f"{kind}: a query is a str, a context a str, a list or a dict; "
+                         f"these are {type(query).__name__}, {type(context).__name__}")
+    return Task(id, kind, query, context, gold)
 
 
 def reward(task: Task, answer: Any) -> float:

@@ -6,6 +6,7 @@ in each epoch, and a part of them is held out.
 import json
 import math
 import random
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -38,7 +39,7 @@ class Questions:
 
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128):
-        self.kind, self.seed = kind, seed
+        self.kind, self.name, self.seed = kind, tasks.name_of(kind), seed
         self.rows: list[Task] = []  # of the file; without one, questions are generated
         self.longer: dict[str, list[Task]] = {}
         if data:
@@ -72,26 +73,28 @@ class Questions:
 
 def read(path: str, kind: ModuleType) -> list[Task]:
     """The questions of a JSON lines file. Rows for which the kind's `read` raises
-    ValueError are left out and counted, and the first three are named. Raises ValueError
-    if no row is left."""
+    ValueError are left out, and counted by reason. Raises ValueError if no row is left."""
     name = tasks.name_of(kind)
     if not hasattr(kind, "read"):
         raise ValueError(f"the task {name} reads no files")
 
-    questions, problems = [], []
+    questions: list[Task] = []
+    problems: dict[str, list[str]] = {}  # by reason
     lines = Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-            questions.append(Task(f"row-{number}", name, *kind.read(row)))
+            questions.append(tasks.question(f"row-{number}", name, kind.read(row)))
         except ValueError as error:  # also raised by json for what is not JSON
-            problems.append(f"line {number}: {error}")
+            reason = re.sub(r"\d+", "#", str(error))  # names and places differ by row
+            problems.setdefault(reason, []).append(f"line {number}: {error}")
 
     if problems:
-        print(f"{path}: {len(problems)} of {len(lines)} rows left out", *problems[:3],
-              sep="\n  ")
+        print(f"{path}: {len(lines) - len(questions)} of {len(lines)} rows left out")
+        for rows in problems.values():
+            print(f"  {len(rows)} rows, the first in {rows[0]}")
     if not questions:
         raise ValueError(f"{path}: no row can be used")
     return questions

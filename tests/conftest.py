@@ -63,7 +63,7 @@ def short_run(tmp_path_factory):
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"
         config = load_config(path.parent)
-        assert config == tiny_rlm(tasks.load("notes"))
+        assert config == replace(tiny_rlm(tasks.load("notes")), task="notes")
         # A model that learnt nothing writes until it is stopped. Here that is soon.
         replace(config, turn_tokens=16).save(path)
     return out

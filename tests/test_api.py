@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from baselines import api
+import rlm
 from baselines.api import API
 from conftest import command
 from rlm import RLMConfig, collect, jobs
@@ -69,12 +69,12 @@ def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
 def test_the_command_line_shows_the_tree_then_the_answer(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("What is in the file")
     with Stub(says=block("print('\x1b[2Jseen')\nFINAL(context[:4])")) as server:
-        args = server.url, "m", "A question?", tmp_path / "a.txt"
-        assert command(api, monkeypatch, *args) is None
+        args = "--api-model", "m", "A question?", tmp_path / "a.txt"
+        assert command(rlm, monkeypatch, "--api", server.url, *args) is None
     out, err = capsys.readouterr()
     assert out.startswith("┌ root  (1 turn, 4 sampled tokens)\n│ · A question?")
     assert out.endswith("\n\nWhat\n") and "\x1b" not in out and not err
     with Stub(says="1", always="413") as server:
-        message = command(api, monkeypatch, server.url, *args[1:])
+        message = command(rlm, monkeypatch, "--api", server.url, *args)
     assert message == "no answer: the model's server refuses the request"
     assert "m refuses a request: " in capsys.readouterr().err

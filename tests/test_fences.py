@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [{"util", "sandbox"}, {"tree", "engine"},
          {"repl", "tokenizer", "tasks", "model", "grpo", "training"}, {"sampler"}, {"rlm"},
          {"baselines"}, {"eval"}, {"train"}, {"experiments"}]
-BESIDE = {"sandbox": {"util"}}
+BESIDE = {"sandbox": {"util"},
+          "rlm": {"baselines"}}  # its command line may be told to ask a server
 FOLDERS = {"sandbox", "engine", "tasks", "training", "baselines", "experiments"}
 TOP = set().union(*ORDER) - FOLDERS
 OUTSIDE = {"torch", "tiktoken", "safetensors", "numpy", "tqdm"}

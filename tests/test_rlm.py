@@ -437,11 +437,25 @@ def test_every_completion_has_a_key_of_its_own():
 
 def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(tmp_path):
     assert rlm.load_config(str(tmp_path), 512) == RLMConfig(window=512)
-    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", True,
+    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", "notes",
                        Limits(seconds=1.5, output_chars=77))
     config.save(str(tmp_path / "rlm.json"))
     assert rlm.load_config(str(tmp_path)) == config
     assert rlm.load_config(str(tmp_path), 512).window == 512
+
+
+def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
+    RLMConfig(max_turns=3, limits=Limits(seconds=1.5)).save(tmp_path / "rlm.json")
+    more = tmp_path / "more.json"
+    more.write_text('{"seconds": 7, "limits": {"output_chars": 9}}')
+    changed = rlm.load_config(str(tmp_path), changes=str(more))
+    assert changed == RLMConfig(max_turns=3, seconds=7,
+                                limits=Limits(seconds=1.5, output_chars=9))
+    for text in ('{"turns": 2}', '{"max_turns": "2"}', '{"limits": {"second": 1}}',
+                 '{"max_turns": true}', '{"style": "breif"}', "[1]"):
+        more.write_text(text)
+        with pytest.raises(ValueError, match="more.json: "):
+            rlm.load_config(str(tmp_path), changes=str(more))
 
 
 @pytest.mark.parametrize("path", [(), (0,)])
@@ -487,9 +501,9 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
 
     async def notebook():
         return await asyncio.gather(
-            *(trained.acompletion(notes.query, notes.context, "notes") for _ in range(2)))
+            *(trained.acompletion(notes.query, notes.context) for _ in range(2)))
 
-    outside = trained.completion(notes.query, notes.context, "notes")
+    outside = trained.completion(notes.query, notes.context)
     assert outside == notes.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
 

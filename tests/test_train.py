@@ -312,15 +312,15 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
         assert getattr(start, part) == (str(last / part) if part in parts else "")
 
 
-@pytest.mark.parametrize("flags, scratch, want", [
-    ({"lora_rank": 1}, True, (450, 3e-3, 2.8e-3)),
-    ({"lr": 0.5, "warmup_steps": 3}, True, (3, 3e-3, 0.5)),
-    ({"model": "M"}, False, (0, 1e-5, 1e-6)),
-    ({"model": "M", "warmup": "F", "lora_rank": 16}, False, (60, 2e-4, 2e-5)),
-    ({"model": "M", "warmup": "scripts"}, True, (450, 3e-3, 1.4e-3))])
-def test_defaults_suit_the_checkpoint(flags, scratch, want):
+@pytest.mark.parametrize("flags, width, want", [
+    ({"lora_rank": 1}, 0, (450, 3e-3, 2.8e-3)),
+    ({"lr": 0.5, "warmup_steps": 3}, 0, (3, 3e-3, 0.5)),
+    ({"model": "M"}, 576, (0, 1e-5, 1e-6)),
+    ({"model": "M", "warmup": "F", "lora_rank": 16}, 896, (60, 2e-4, 2e-5)),
+    ({"model": "M", "warmup": "scripts"}, 128, (450, 3e-3, 1.4e-3))])
+def test_defaults_suit_the_checkpoint(flags, width, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
-    config = settings.settle(train.Config(**flags), rlm.RLMConfig(scratch=scratch))
+    config = settings.settle(train.Config(**flags), width)
     assert (config.warmup_steps, config.warmup_lr, config.lr) == pytest.approx(want)
 
 

@@ -9,6 +9,7 @@ from util import flag
 
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
 POSITIVE = 1e-12  # the least rate
+NARROW = 256  # hidden size; a model below that was made from nothing, here
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class RunConfig:
     out: str = flag("runs/tiny", "directory of the run", common=True)
     seed: int = flag(0, "seed of weights, questions and sampling", common=True)
     model: str = flag("", "checkpoint to start from; empty: make a tiny one", common=True)
+    rlm: str = flag(
+        "", "file with fields of rlm.json, in place of the checkpoint's", common=True)
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
     task: str = flag(
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
@@ -95,14 +98,15 @@ class UpdateConfig:
         0, "train LoRA adapters of this rank; 0: all weights", common=True)
 
 
-def defaults(rlm_config) -> Defaults:
-    return SCRATCH if rlm_config.scratch else PRETRAINED
+def defaults(width: int) -> Defaults:
+    """Those for a model whose hidden size is `width`."""
+    return SCRATCH if width < NARROW else PRETRAINED
 
 
-def settle(config, rlm_config):
-    """The flags, with what depends on the checkpoint filled in. `rlm_config` is that of
-    --model. A resumed run reads all flags from run.json: nothing is missing."""
-    suits = defaults(rlm_config) if config.model else SCRATCH
+def settle(config, width: int):
+    """The flags, with what depends on the checkpoint filled in; `width` is the hidden size
+    of --model. A resumed run reads all flags from run.json: nothing is missing."""
+    suits = defaults(width)
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
               "lr": suits.lr * times}
@@ -115,10 +119,11 @@ def settle(config, rlm_config):
     return replace(config, **missing)
 
 
-def opening(config, rlm_config, dtype) -> str:
+def opening(config, rlm_config, plan) -> str:
     """What a run begins with and why, for people."""
-    kind = "made from nothing" if rlm_config.scratch else "pretrained"
-    precision = str(dtype).removeprefix("torch.")
+    made = defaults(plan.config.hidden_size) is SCRATCH
+    kind = "made from nothing" if made else "pretrained"
+    precision = str(plan.dtype).removeprefix("torch.")
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
     time = " (with the defaults about five minutes on two cores)"
     warmup = f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}"
@@ -128,7 +133,7 @@ def opening(config, rlm_config, dtype) -> str:
     if config.updates > 1:
         falls = "several updates per batch: a fall of the reward is not taken back\n"
     return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}"
-            f"{time if rlm_config.scratch else ''}\n{falls}"
+            f"{time if made else ''}\n{falls}"
             f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
             f"window of {rlm_config.window:,} tokens; trees of at most "
             f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
