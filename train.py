@@ -109,6 +109,8 @@ def main() -> None:
 def train(config: Config, world: World) -> None:
     """One run: what it needs, then the warm-up and GRPO, with an evaluation after each."""
     # What the user gave is read first: a typo must leave no directory.
+    if config.card:
+        raise ValueError("--card needs --plan: a run takes the device that is here")
     have = free_memory(world)
     width = 0
     if config.model and not config.resume:
@@ -482,12 +484,14 @@ def reference_of(config: Config, run: Run, plan: Plan) -> Qwen3 | None:
 
 
 def planned(config: Config, world: World) -> str:
-    """What the run needs in memory, from config.json and rlm.json alone."""
+    """What the run needs in memory, here or on a --card, from config.json and rlm.json."""
     if not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(config.model, shape.max_position_embeddings)
     wanted = plan_of(config, shape, limits, free_memory(world))
+    if config.card:
+        wanted = wanted.on_card(config.card)
     return wanted.fitted(world.size).table(wanted)
 
 

@@ -13,13 +13,16 @@ from engine.device import DEVICE, compute_dtype, free_bytes
 from engine.pages import FlashPages, GatheredRows
 from util import readable
 
-LEAST_WINDOWS, MOST_WINDOWS = 8, 96  # how many sequences of full length the cache holds
+# How many sequences of full length the cache holds. The least is low, so that a longer
+# window fits. Fewer such sequences then run at once, so sampling takes longer.
+LEAST_WINDOWS, MOST_WINDOWS = 4, 96
 SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
 LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0  # its tokens x width, to keep a GPU busy
 LEAST_WINDOW = 4096  # a window is not made shorter than this
+WINDOW_STEP = 1024  # a window that is made shorter is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,14 @@ class Plan:
         whole = not self.rank or (self.device == "cpu" and self.dtype.itemsize != 4)
         return kept + max(head, running + mlp) + whole * vocabulary * D * 4
 
+    @property
+    def window_bytes(self) -> int:
+        """Whole pages for the keys and values of a full window. Each request that runs has
+        one page more in reserve."""
+        page = (GatheredRows if self.device == "cpu" else FlashPages).page
+        token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
+        return token * page * (-(-self.window // page) + 1)
+
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
         a sampler of its own."""
@@ -134,51 +145,54 @@ class Plan:
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
-        page = (GatheredRows if self.device == "cpu" else FlashPages).page
-        token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
-        full = -(-self.window // page) * page  # tokens of the pages of a window
         left = int(SHARE[self.device] * self.have) - sum(parts.values())
-        # Each request that runs has one page more in reserve.
-        windows = min(left // (times * token * (full + page)), self.most_windows)
-        least = min(LEAST_WINDOWS, self.most_windows)
-        cache = token * max(least * full, windows * (full + page))
+        windows = max(left // (times * self.window_bytes), LEAST_WINDOWS)
+        cache = min(windows, self.most_windows) * self.window_bytes
         return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
     def fits(self, ranks: int) -> bool:
         return sum(self.need(ranks).values()) <= SHARE[self.device] * self.have
 
     def fitted(self, ranks: int = 1) -> "Plan":
-        """With the first of these changes that makes it fit, or the last: layers are
-        computed again in the backward pass; with adapters on one rank, the sampler has no
-        copy of the frozen weights; the window is halved, and again."""
-        plan = self
-        if not plan.fits(ranks):
-            plan = replace(plan, recompute=True)
-        if not plan.fits(ranks) and self.rank and ranks == 1:
-            plan = replace(plan, apart=True)
-        while not plan.fits(ranks) and plan.window // 2 >= LEAST_WINDOW:
-            window = plan.window // 2
-            plan = replace(plan, window=window, row=min(self.row, max(window, LEAST_ROW)))
-        return plan
+        """The longest window that fits, with the first of these changes that it needs:
+        none; layers are computed again in the backward pass; with adapters on one rank, the
+        sampler also has no copy of the frozen weights. If none fits, the last try."""
+        changes = [{}, {"recompute": True}]
+        if self.rank and ranks == 1:
+            changes.append({"recompute": True, "apart": True})
+        longest = (self.window - 1) // WINDOW_STEP * WINDOW_STEP
+        plans = [self]
+        plans += [replace(self, window=window, row=min(self.row, max(window, LEAST_ROW)))
+                  for window in range(longest, LEAST_WINDOW - 1, -WINDOW_STEP)]
+        tries = [replace(plan, **change) for plan in plans for change in changes]
+        return next((plan for plan in tries if plan.fits(ranks)), tries[-1])
+
+    def on_card(self, size: int) -> "Plan":
+        """The same run on a GPU of `size` GB, which need not be in this machine."""
+        have = (size - 1) * GIB
+        return replace(self, have=have, device="cuda", dtype=torch.bfloat16)
 
     def table(self, wanted: "Plan") -> str:
         """For people: what this run takes on each of one and of eight cards, and by the
-        size of a card the largest window that fits, up to that of `wanted`."""
+        size of a card the longest window that fits, up to that of `wanted`, how many of
+        them the cache holds, and whether the sampler has no copy."""
         needs = [self.need(n) for n in (1, 8)]
         needs = [need | {"sum": sum(need.values())} for need in needs]
         rows = [("cards", 1, 8)]
         rows += [(part, *(readable(need[part]) for need in needs)) for part in needs[0]]
         for card in CARDS:
-            plan = replace(
-                wanted, have=(card - 1) * GIB, device="cuda", dtype=torch.bfloat16)
-            fitted = [(plan.fitted(n), n) for n in (1, 8)]
-            cells = [f"{p.window:,}" if p.fits(n) else "-" for p, n in fitted]
+            cells = []
+            for n in (1, 8):
+                plan = wanted.on_card(card).fitted(n)
+                windows = plan.need(n)["KV cache"] // plan.window_bytes
+                cell = f"{plan.window:,}, {windows} windows" + ", no copy" * plan.apart
+                cells.append(cell if plan.fits(n) else "-")
             rows.append((f"window, {card} GB", *cells))
         model, *_, adapters = self.parameters
         return "\n".join([
-            f"{model:,} parameters, {adapters:,} in adapters; a window of {self.window:,} "
-            f"tokens; the device has {readable(self.have)}",
-            *(f"{name:16}{one:>12}{eight:>12}" for name, one, eight in rows)])
+            f"{model:,} parameters, {adapters:,} in adapters",
+            f"a window of {self.window:,} tokens; the device has {readable(self.have)}",
+            *(f"{name:16}{one:<30}{eight}" for name, one, eight in rows)])
 
 
 def plan_of(config, shape, limits, have: int) -> Plan:

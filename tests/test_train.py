@@ -429,6 +429,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--credit", "both"], "inherit or root or children"),
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1, the least is 2"),
+    (["--card", "80"], "--card needs --plan"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
@@ -440,7 +441,8 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     assert "1e30" in args or not (tmp_path / "e").exists()
 
 
-def test_a_run_that_cannot_fit_stops_before_loading(short_run, tmp_path, monkeypatch):
+def test_a_run_that_cannot_fit_stops_before_loading(
+        short_run, tmp_path, monkeypatch, capsys):
     def never(*args, **more):
         raise AssertionError("weights were read")
 
@@ -450,7 +452,10 @@ def test_a_run_that_cannot_fit_stops_before_loading(short_run, tmp_path, monkeyp
                       tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
-    assert command(train, monkeypatch, "--model", short_run / "final", "--plan") is None
+    for card, has in ((0, "1 MiB"), (80, "79 GiB")):
+        flags = "--model", short_run / "final", "--plan", "--card", card
+        assert command(train, monkeypatch, *flags) is None
+        assert f"the device has {has}\n" in capsys.readouterr().out
 
 
 # --- what takes minutes -------------------------------------------------------------------

@@ -60,6 +60,7 @@ class RunConfig:
                  "too; saved: as rlm.json says",
         choices=("saved", "rlm0", "rlm1", "rlm2"))
     plan: bool = flag(False, "print what the run needs in memory and stop")
+    card: int = flag(0, "GB of the GPU that --plan is for; 0: of the device here", 2)
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
     eval_every: int = flag(
