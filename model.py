@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import hf
 from engine.attention import PackedRows, gather, linear_float32
+from engine.device import DEVICE, compute_dtype
 from engine.parallel import full_tensor, local_share
 from util import write_json
 
@@ -295,6 +296,22 @@ class Qwen3(nn.Module):
         dtype = dtype or self.lm_head.weight.dtype
         hf.write_weights(path, self.merged(), dtype)
         write_json(os.path.join(path, hf.CONFIG), hf.config_json(self.config, dtype))
+
+
+def open_checkpoint(path: str) -> Qwen3:
+    """The model of a directory, to sample from. If that holds adapters alone, they are
+    added to the weights that they were trained on."""
+    saved = hf.adapter_config(path)
+    base = saved.get("base_model_name_or_path", path)
+
+    def prepare(model: Qwen3) -> None:
+        if saved:
+            model.add_lora(saved["r"], saved["lora_alpha"])
+
+    model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE, prepare)
+    if saved:
+        hf.load_adapter(model, os.path.join(path, "adapter"))
+    return model
 
 
 def fill(model: Qwen3, weights: dict[str, Tensor]) -> None:

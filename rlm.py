@@ -122,20 +122,15 @@ async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
     `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
     tree = _Tree(task, policy, tokenizer, config, key)
-    root = Node()
-    query = asked(task, config)
-    problem = tree.open(root, query, task.context)
-    if problem:
-        root.end = "window"
-    else:
+    root, query = tree.root()
+    if not root.end:
         await tree.converse(root, query, task.context)
     return root
 
 
-def asked(task: Task, config: RLMConfig) -> str:
-    """The question as the root reads it: full prompts put a generated one into words."""
-    in_words = getattr(tasks.of(task), "in_words", None)
-    return in_words(task.query) if in_words and config.style != "brief" else task.query
+def opened(task: Task, tokenizer, config: RLMConfig) -> Node:
+    """The root of a tree as the policy reads it first."""
+    return _Tree(task, None, tokenizer, config, ()).root()[0]
 
 
 @dataclass(frozen=True)
@@ -245,6 +240,16 @@ class _Tree:
         self.reserved = 0  # tokens of messages that are sampled now
         self.freed = asyncio.Condition()
         self.seconds_left = config.seconds
+
+    def root(self) -> tuple[Node, str]:
+        """The opened root, and its question: full prompts put a generated one into words.
+        The root has ended if it does not fit."""
+        query, root = self.task.query, Node()
+        if self.config.style != "brief" and hasattr(self.kind, "in_words"):
+            query = self.kind.in_words(query)
+        if self.open(root, query, self.task.context):
+            root.end = "window"
+        return root, query
 
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns and count it. Returns what is wrong: that there is
@@ -569,16 +574,16 @@ class RLM:
     def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
                  sandbox: str = "auto", batch: int = 8, changes: str = ""):
         import engine  # before torch: it says how torch's threads wait
-        from model import Qwen3
-        from engine.device import DEVICE, compute_dtype
+        from model import open_checkpoint
         from sampler import Sampler
         from tokenizer import Tokenizer
 
-        model = Qwen3.from_pretrained(model_dir, compute_dtype(model_dir), DEVICE)
+        model = open_checkpoint(model_dir)
         positions = model.config.max_position_embeddings
         self.config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        self.sampler = Sampler(model, batch=batch, window=self.config.window)
+        self.sampler = Sampler(
+            model, batch=batch, window=self.config.window, copy=model.rank > 0)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 

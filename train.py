@@ -60,7 +60,7 @@ from training import checkpoint, settings
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
-from tree import Rollout
+from tree import Node, Rollout
 from util import parse, readable
 
 
@@ -119,7 +119,8 @@ def train(config: Config, world: World) -> None:
     objective = objective_of(config)
     score = util.load_function(config.reward, "score") if config.reward else tasks.reward
     kind = tasks.load(config.task, config.data)
-    questions = Questions(kind, config.data, config.seed, config.heldout)
+    questions = Questions(kind, config.data, config.seed, config.heldout,
+                          config.eval_every > 0)
     run = Run(config, world)
     start = run.start()
     in_grpo = run.state.phase == "grpo"
@@ -149,7 +150,9 @@ def train(config: Config, world: World) -> None:
     rlm_config = replace(rlm_config, window=plan.window)
     if plan != wanted:
         print(plan.table(wanted))
-    print(settings.opening(config, rlm_config, plan), resuming(config, world))
+    root = rlm.opened(questions.draw("grpo", 0), tokenizer, rlm_config)
+    print(settings.opening(config, rlm_config, plan), settings.room(root, rlm_config),
+          f"what is interrupted continues with: {resuming(config, world)}", sep="\n")
     if not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
@@ -178,6 +181,13 @@ def train(config: Config, world: World) -> None:
     evaluate(run, collect, "heldout_final", questions.heldout)
     for name, longer in questions.longer.items():
         evaluate(run, collect, name, longer)
+    if os.path.isdir(run.path("best")):
+        model = optimizer = sampler = collect = None
+        best = Start(run.path("best"), run.state)
+        model, _ = load(best, config, plan, config.lora_rank > 0)
+        sampler = make_sampler(config, plan, model, world)
+        collect = partial(collect_trees, run, model, sampler, score)
+        evaluate(run, collect, "heldout_best", questions.heldout)
     run.finish()
     if run.state.silent == run.state.step > 0:
         raise ValueError(NOTHING_LEARNT)
@@ -231,6 +241,11 @@ def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: T
     for node in [node for tree in saved for node in tree.root.walk()]:
         node.turns = tokenizer.encode_turns(node.turns, node.example)
     if saved:
+        system, *_ = rlm.opening(Node(), "", "", questions.kind, rlm_config)
+        others = sum(rollout.root.turns[0].text != system for rollout in saved)
+        if others:
+            print(f"{others} of {len(saved)} saved trees have a system prompt that this run "
+                  "will not use")
         return saved
     suits = settings.defaults(plan.config.hidden_size)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
@@ -285,7 +300,10 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
             **stats.metrics(), "grad_norm": norm, "taken_back": fallen,
             **clock.seconds()})
         if config.eval_every and state.step % config.eval_every == 0:
-            evaluate(run, collect, "heldout_now", questions.heldout)
+            score = evaluate(run, collect, "validation", questions.validation)
+            if score > state.best:
+                state.best = score
+                run.save_model(model, "best")
         run.maybe_save(model, optimizer)
     # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
     if state.step and has_fallen(config, state, sample()):
@@ -484,15 +502,25 @@ def reference_of(config: Config, run: Run, plan: Plan) -> Qwen3 | None:
 
 
 def planned(config: Config, world: World) -> str:
-    """What the run needs in memory, here or on a --card, from config.json and rlm.json."""
+    """What the run needs in memory, here or on a --card; what its questions are like, and
+    the first one as the model will read it. No weights are read."""
     if not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
+    kind = tasks.load(config.task, config.data)
+    questions = Questions(kind, config.data, config.seed, config.heldout)
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
-    limits = rlm.load_config(config.model, shape.max_position_embeddings)
+    limits = rlm.load_config(
+        config.model, shape.max_position_embeddings, changes=config.rlm)
     wanted = plan_of(config, shape, limits, free_memory(world))
     if config.card:
         wanted = wanted.on_card(config.card)
-    return wanted.fitted(world.size).table(wanted)
+    plan = wanted.fitted(world.size)
+    limits = replace(limits, window=plan.window)
+    tokenizer = Tokenizer.from_pretrained(config.model)
+    root = rlm.opened(questions.draw("grpo", 0), tokenizer, limits)
+    prompt = [f"--- {role}\n{text}" for role, text in root.said]
+    return "\n".join([plan.table(wanted), questions.described(),
+                      settings.room(root, limits), *prompt])
 
 
 if __name__ == "__main__":

@@ -135,6 +135,13 @@ class Node:
         """The number of tokens that the policy sampled in this node."""
         return sum(self.mask)
 
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        """All texts with their roles; the example conversation is behind the system's."""
+        said = [(turn.role, turn.text) for turn in self.turns]
+        said[1:1] = zip(("user", "assistant") * len(self.example), self.example)
+        return said
+
     def walk(self) -> Iterator["Node"]:
         """This node and all below it, parents before their children."""
         yield self

@@ -108,11 +108,18 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": os.path.abspath(base),
         "r": model.rank,
         "lora_alpha": model.alpha,
         "target_modules": list(ADAPTED),
     })
+
+
+def adapter_config(path: str) -> dict:
+    """Of a checkpoint that has adapters and no weights of its own; else {}."""
+    file = os.path.join(path, "adapter", ADAPTER_CONFIG)
+    alone = os.path.exists(file) and not os.path.exists(os.path.join(path, CONFIG))
+    return read_json(file) if alone else {}
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ and, if it likes, with some of these:
     oracle(task, node) -> str                   the next message of a perfect script
     demonstrate(task, node, rng) -> str         that of a script, good or bad, to learn from
     part_score(task, part, answer) -> float     a child's own score; None where it has none
+    right_answer(task)                          an answer that scores 1; else the gold is
 
 A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.

@@ -115,6 +115,10 @@ def score(task, answer):
     return 2 * both / (returned + gold) if both else 0.0
 
 
+def right_answer(task):
+    return [span for spans in task.answer.values() for span in spans]
+
+
 def part_score(task, part, answer):
     """For a child that was given one paper: its F1 there. If nothing is to be found in the
     paper, an empty answer scores 1."""

@@ -7,16 +7,18 @@ import json
 import math
 import random
 import re
+import statistics
 from pathlib import Path
 from types import ModuleType
 
 import tasks
 from tasks import Task
+from tasks.text import about, as_text
 
 LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
-def heldout_tasks(n: int, kind: ModuleType, seed: int = 0, times: int = 1,
+def heldout_tasks(n: int, kind: ModuleType, seed: int | str = 0, times: int = 1,
                   length: int | None = None, heldout: bool = True) -> list[Task]:
     """n generated questions that training never saw (or, without `heldout`, may see), of
     this length, or about `times` as long as usual. Raises ValueError for a length that the
@@ -34,18 +36,24 @@ def heldout_tasks(n: int, kind: ModuleType, seed: int = 0, times: int = 1,
 
 
 class Questions:
-    """The questions of a training run. `heldout` is a list, and `longer` has lists by the
-    names of their scores, where the task has lengths."""
+    """The questions of a training run. `heldout` and `validation` are lists, and `longer`
+    has lists by the names of their scores, where the task has lengths. Questions for
+    `validation` choose a checkpoint; those of a file are as many as held out, and are not
+    trained on."""
 
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
-                 heldout: int = 128):
+                 heldout: int = 128, validation: bool = False):
         self.kind, self.name, self.seed = kind, tasks.name_of(kind), seed
         self.rows: list[Task] = []  # of the file; without one, questions are generated
         self.longer: dict[str, list[Task]] = {}
+        self.validation: list[Task] = []
         if data:
             self.rows, self.heldout = split(read(data, kind))
+            if validation:
+                self.rows, self.validation = split(self.rows, len(self.heldout))
             return
         self.heldout = heldout_tasks(heldout, kind)
+        self.validation = heldout_tasks(heldout, kind, "validation", heldout=False)
         most = getattr(kind, "MOST", math.inf)
         for times in (4, 16) if hasattr(kind, "TOKENS") else ():
             if times * LONGER[1] * kind.TOKENS <= most:
@@ -65,6 +73,23 @@ class Questions:
         order = list(range(len(rows)))
         random.Random(f"{self.seed} {phase} {epoch}").shuffle(order)
         return rows[order[at]]
+
+    def described(self) -> str:
+        """For people: how many there are, how long, and what their gold answers score."""
+        asked = self.rows or [self.draw("grpo", i) for i in range(100)]
+        sizes = sorted(about(as_text(task.context)) for task in asked)
+        low, middle, high = (sizes[round(share * (len(sizes) - 1))]
+                             for share in (0.05, 0.5, 0.95))
+        number = len(self.rows) or "generated"
+        lines = [f"{number} questions to train on, {len(self.heldout)} held out",
+                 f"contexts of about {middle:,} tokens: 5 % under {low:,}, 5 % over {high:,}, "
+                 f"the longest {sizes[-1]:,}"]
+        if hasattr(self.kind, "score"):
+            right = getattr(self.kind, "right_answer", lambda task: task.answer)
+            scores = [tasks.reward(task, right(task)) for task in asked]
+            lines.append(f"gold answers score {statistics.fmean(scores):.3f}, the worst "
+                         f"{min(scores):.3f}")
+        return "\n".join(lines)
 
     def batch(self, step: int, n: int) -> list[Task]:
         """The n questions of a step of GRPO."""
@@ -94,21 +119,22 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     if problems:
         print(f"{path}: {len(lines) - len(questions)} of {len(lines)} rows left out")
         for rows in problems.values():
-            print(f"  {len(rows)} rows, the first in {rows[0]}")
+            print(f"  {len(rows)} x, first in {rows[0]}")
     if not questions:
         raise ValueError(f"{path}: no row can be used")
     return questions
 
 
-def split(questions: list[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held out): shuffled with seed 42, a fifth, at most 128, is held out.
+def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:
+    """(training, held out): shuffled with seed 42, `wanted` are held out, or a fifth, at
+    most 128.
     Questions that share a text, directly or through others, are on one side. Raises
     ValueError where that is impossible."""
     shuffled = random.Random(42).sample(questions, len(questions))
     groups = _sharing(shuffled)
     if len(groups) < 2:
         raise ValueError("nothing can be held out: that needs questions of two texts")
-    wanted = min(128, max(1, len(questions) // 5))
+    wanted = wanted or min(128, max(1, len(questions) // 5))
     held: set[int] = set()
     for group in groups:
         if len(held) + len(group) <= wanted:

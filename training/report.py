@@ -94,7 +94,7 @@ def curve(name: str, metrics: Sequence[dict]) -> str:
             if m.get("phase") == "grpo" and finite(m.get(name)) is not None]
     dots = [(m["step"], m["score"]) for m in metrics
             if name == "reward" and m.get("phase") == "eval"
-            and m["name"] in ("heldout_warmup", "heldout_now", "heldout_final")]
+            and m["name"] in ("heldout_warmup", "validation", "heldout_final")]
     if len(line) < 2:
         return ""
     values = [value for _, value in line]

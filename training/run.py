@@ -3,7 +3,7 @@
     OUT/run.json         the flags that it was started with
     OUT/metrics.jsonl    one JSON line per step and per evaluation
     OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
-    OUT/init, warmup, final   models in the Hugging Face layout
+    OUT/init, warmup, best, final   models in the Hugging Face layout
     OUT/report.html      scores, curves, and the trees of the last step, for people
     OUT/result.json      the scores, when the run has ended
 
@@ -13,6 +13,7 @@ out: two runs at the same time in one directory.
 import contextlib
 import ctypes
 import json
+import math
 import os
 import shlex
 import statistics
@@ -38,7 +39,7 @@ REPORT_SECONDS = 60.0  # between report pages, each of which takes about one sec
 MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout eval_every sandbox".split()
 
 # The scores in result.json; None where a task has one length.
-HELDOUT = ("heldout_warmup", "heldout_final", "heldout_4x", "heldout_16x")
+HELDOUT = ("heldout_warmup", "heldout_final", "heldout_best", "heldout_4x", "heldout_16x")
 
 
 @dataclass
@@ -49,7 +50,8 @@ class State:
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
     recent: list[float] = field(default_factory=list)  # of groups: their mean rewards
-    results: dict[str, dict] = field(default_factory=dict)  # held-out scores by name
+    best: float = -math.inf  # score on the questions for validation
+    results: dict[str, dict] = field(default_factory=dict)  # scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
 

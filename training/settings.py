@@ -64,7 +64,8 @@ class RunConfig:
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
     eval_every: int = flag(
-        0, "steps between held-out evaluations; 0: only before and after GRPO")
+        0, "steps between scores on questions for validation; OUT/best has the best "
+           "weights; 0: never")
     sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
                         choices=("require", "auto", "off"))
 
@@ -135,7 +136,22 @@ def opening(config, rlm_config, plan) -> str:
         falls = "several updates per batch: a fall of the reward is not taken back\n"
     return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}"
             f"{time if made else ''}\n{falls}"
-            f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts, a "
-            f"window of {rlm_config.window:,} tokens; trees of at most "
-            f"{rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each\n"
-            "what is interrupted continues with:")
+            f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts; trees "
+            f"of at most {rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each")
+
+
+def room(root, rlm_config) -> str:
+    """How much of the window the opened root of the first question takes, and a budget that
+    ends trees before their nodes and turns do."""
+    used, window = len(root.ids), rlm_config.window
+    lines = [f"a window of {window:,} tokens; the first prompt takes {used:,} of them"]
+    if used > window / 3:
+        lines[0] += ", more than a third"
+    if root.end:
+        lines[0] = f"a window of {window:,} tokens, into which the first prompt does not fit"
+    nodes, turns, tokens = (rlm_config.max_nodes, rlm_config.max_turns,
+                            rlm_config.turn_tokens)
+    if rlm_config.tree_tokens < nodes * turns * tokens:
+        lines.append(f"tree_tokens of {rlm_config.tree_tokens:,} end a tree before {nodes} "
+                     f"nodes of {turns} x {tokens:,} tokens are full")
+    return "\n".join(lines)
