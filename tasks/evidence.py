@@ -5,6 +5,7 @@ is the micro F1 over characters that was used for alphaXiv/multi-paper-synthetic
 the context scores 2p/(1+p), where p is the share of gold characters. Generated papers have
 sentences about made-up terms, and the question asks for those about one of them.
 """
+import json
 import re
 from dataclasses import replace
 
@@ -77,6 +78,9 @@ def read(row):
 
     A selection may have other blanks than its paper. The gold is the paper's text."""
     context, gold = {}, {}
+    for name in ("papers", "evidence"):
+        if isinstance(row.get(name), str):  # as on the hub
+            row = row | {name: json.loads(row[name])}
     for paper in field(row, "papers", list):
         title, abstract, text = (field(paper, k) for k in ("title", "abstract", "text"))
         context[field(paper, "paperId")] = paper_text(title, abstract, text)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import traceback
+import types
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,21 @@ def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
     assert "line 2: " in named and f"'{field}'" in named
     with pytest.raises(ValueError, match="rows.jsonl: no row can be used"):
         read(write(path, changes), tasks.load(kind))
+
+
+def test_papers_and_evidence_may_be_json_in_a_string(tmp_path):
+    row = ROWS["evidence"][0]
+    packed = row | {name: json.dumps(row[name]) for name in ("papers", "evidence")}
+    one, two = read(write(tmp_path / "rows.jsonl", row, packed), evidence)
+    assert (one.context, one.answer) == (two.context, two.answer)
+
+
+@pytest.mark.parametrize("made", [
+    None, ("q", "c"), ("q", "c", "gold", 4), (1, "c", "gold"), ("q", None, "gold")])
+def test_what_a_users_file_returns_is_checked(made):
+    kind = types.SimpleNamespace(__file__="mine.py", make=lambda *a, **b: made)
+    with pytest.raises(ValueError, match="^mine: "):
+        tasks.make(kind, random.Random(0))
 
 
 @pytest.mark.parametrize("paper, quoted", [

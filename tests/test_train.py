@@ -127,17 +127,35 @@ def test_real_text_trains_and_is_evaluated(short_run, tmp_path, monkeypatch):
     assert len(answers.read_text().splitlines()) == 1 + 3
 
 
-def test_tokens_end_a_run_and_held_out_questions_are_asked_on_the_way(
+def test_tokens_end_a_run_and_the_best_weights_and_each_checkpoint_can_be_opened(
         short_run, tmp_path, monkeypatch):
     out = tmp_path / "h"
     assert FLAT in command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
                            "--warmup-steps", 0, "--heldout", 1, "--out", out,
-                           *"--tokens 1 --eval-every 1".split())
+                           *"--tokens 1 --eval-every 1 --lora-rank 2".split())
     (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
-    assert step["flat"] == 1
-    assert "heldout_now" in state_of(out)["results"]
-    assert json.loads((out / "result.json").read_text())["sampled_tokens"] == (
-        step["tokens"] * 4)
+    result = json.loads((out / "result.json").read_text())
+    assert step["flat"] == 1 and result["sampled_tokens"] == step["tokens"] * 4
+    assert result["heldout_best"] == result["heldout_final"]
+    last = checkpoint.checkpoints(str(out))[-1]  # it has adapters alone
+    models = [rlm.RLM(path).sampler.model for path in (out / "final", out / "best", last)]
+    want = models[0].state_dict()
+    for model in models[1:]:
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weight, want[name])
+
+
+def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
+        short_run, monkeypatch, capsys):
+    command(train, monkeypatch, "--plan", "--model", short_run / "warmup", "--data", DATA)
+    out = capsys.readouterr().out
+    questions = Questions(tasks.load("evidence"), DATA)
+    config = rlm.load_config(str(short_run / "warmup"))
+    tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
+    root = rlm.opened(questions.draw("grpo", 0), tokenizer, config)
+    assert f"takes {len(root.ids):,} of them" in out and root.said[-1][1] in out
+    assert f"{len(questions.rows)} questions to train on" in out
+    assert "gold answers score 1.000, the worst 1.000" in out
 
 
 # --- the update ---------------------------------------------------------------------------
