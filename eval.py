@@ -3,6 +3,7 @@
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
     python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
+    python eval.py --compare a.jsonl b.jsonl        what --out wrote, question by question
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
@@ -18,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,8 @@ def record_of(rollout: Rollout) -> dict:
     """What the statistics read of an answer. A context's length is its characters / 4."""
     nodes = list(rollout.root.walk())
     return {"id": rollout.task.id, "context": len(as_text(rollout.task.context)) // 4,
-            "score": rollout.reward, "failed": rollout.failed, "end": rollout.root.end,
+            "score": rollout.reward, "own": rollout.root.score,  # None without --reward
+            "failed": rollout.failed, "end": rollout.root.end,
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
 
 
@@ -84,7 +86,7 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
     scored = [r for r in records if not r["failed"]]
 
     def mean(name: str) -> float | None:
-        values = [r[name] for r in scored if name in r]
+        values = [r[name] for r in scored if r.get(name) is not None]
         return float(np.mean(values)) if values else None
 
     low, high = None, None
@@ -93,8 +95,8 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
         length = length or round(mean("context"))
     return {
         "task": task, "method": method, "length": length, "n": len(scored),
-        "failed": len(records) - len(scored), "score": mean("score"), "low": low,
-        "high": high, **{name: mean(name) for name in ("in", "out", "nodes", "seconds")},
+        "failed": len(records) - len(scored), "low": low, "high": high,
+        **{name: mean(name) for name in "score own in out nodes seconds".split()},
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
 
@@ -134,9 +136,10 @@ def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None
     run.state.results[name] = row
     run.log({"phase": "eval", "name": name, "step": run.state.step,
              "sampled": run.state.sampled, **row})
-    print(f"{name}: score {row['score']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
-          f"n {row['n']}, length {row['length']:,}, {row['nodes']:.1f} nodes, "
-          f"{shares(row['ends'])}")
+    own = "" if row["own"] is None else f" (the task's own {row['own']:.3f})"
+    print(f"{name}: score {row['score']:.3f}{own}  "
+          f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, "
+          f"length {row['length']:,}, {row['nodes']:.1f} nodes, {shares(row['ends'])}")
 
 
 # ------------------------------------------------------------------------------------------
@@ -152,10 +155,12 @@ def read_flags() -> argparse.Namespace:
 
     parser = util.parser("Score methods on questions.")
     add = parser.add_argument
-    add("--model", help="checkpoint directory")
-    add("--api", metavar="URL", help="as http://localhost:8000/v1; its key: OPENAI_API_KEY")
+    only = parser.add_mutually_exclusive_group().add_argument
+    only("--model", help="checkpoint directory")
+    only("--api", metavar="URL", help="as http://localhost:8000/v1; key: OPENAI_API_KEY")
     add("--api-model", metavar="NAME", help="the server's model")
-    add("--policy", choices=("oracle",), help="the kind's script in place of a model")
+    only("--policy", choices=("oracle",), help="the kind's script in place of a model")
+    only("--compare", metavar="FILE", nargs="+", help="compare files of --out")
     add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
         "the checkpoint was trained as, else rlm1)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
@@ -175,26 +180,31 @@ def read_flags() -> argparse.Namespace:
     add("--html", help="write the report, one page, to this file")
     add("--save", help="write the trees to this JSONL file")
     args = parser.parse_args()
-    if not (args.model or args.policy or args.api and args.api_model):
+    if not (args.model or args.policy or args.compare or args.api and args.api_model):
         parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
     for unknown in set(args.methods or ()) - set(METHODS):
         parser.error(f"there is no method {unknown}")
     return args
 
 
-def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple[dict, Rollout]]:
-    """The answers in the file of --out: {(kind, length, method, number of the question):
-    (record, rollout)}. Raises ValueError if its first line has other settings."""
-    lines = []
-    if os.path.exists(path):
-        *lines, _ = Path(path).read_text().split("\n")  # a kill may have cut the last line
-    if lines and json.loads(lines[0]) != settings:
+def earlier_answers(path: str, settings: dict | None = None) -> dict[tuple, tuple]:
+    """The answers in a file of --out: {(kind, length, method, number of the question):
+    (record, rollout)}. With `settings` the file is begun or continued. Without them it is
+    only read. Raises ValueError if its first line has other settings."""
+    lines, answers = [], {}
+    try:
+        if os.path.exists(path) or not settings:
+            *lines, _ = Path(path).read_text().split("\n")  # a kill may cut the last
+        first, *rows = map(json.loads, lines or [json.dumps(settings)])
+        for row in rows:
+            name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
+            answers[name] = row, rollout
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} was not written by --out") from None
+    if settings and first != settings:
         raise ValueError(f"{path} was written by another command: name another --out")
-    write_text(path, "".join(line + "\n" for line in lines or [json.dumps(settings)]))
-    answers = {}
-    for row in map(json.loads, lines[1:]):
-        name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
-        answers[name] = row, rollout
+    if settings:
+        write_text(path, "".join(line + "\n" for line in lines or [json.dumps(settings)]))
     return answers
 
 
@@ -237,6 +247,9 @@ def compare(args: argparse.Namespace) -> None:
     """Put to every method every question that --out lacks, and print the scores."""
     loaded = [tasks.load(spec, args.data) for spec in args.tasks or [""]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
+    for name in kinds:
+        if args.policy and not hasattr(kinds[name], args.policy):
+            raise ValueError(f"the task {name} has no function {args.policy}")
     score = util.load_function(args.reward, "score") if args.reward else tasks.reward
     config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
     policy = None
@@ -249,7 +262,7 @@ def compare(args: argparse.Namespace) -> None:
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
     settings = {name: value for name, value in vars(args).items()
-                if name not in ("out", "html", "save")}
+                if name not in ("out", "html", "save", "compare")}
     answers = earlier_answers(args.out, settings) if args.out else {}
 
     async def one(name: tuple, task: Task) -> None:
@@ -277,7 +290,7 @@ def compare(args: argparse.Namespace) -> None:
         cells[cell] = {name[3]: answers[name][0] for name in names}
         rows.append(summary(list(cells[cell].values()), *cell))
         print(report.table_line(rows[-1]))
-        for why in {record["failed"] for record in cells[cell].values()} - {""}:
+        for why in sorted({r["failed"] for r in cells[cell].values()} - {""})[:3]:
             print(f"  failed: {why:.200}")
 
     pairs = differences(cells)
@@ -294,10 +307,28 @@ def compare(args: argparse.Namespace) -> None:
         raise REPLError("no question could be scored")
 
 
+def compare_files(args: argparse.Namespace) -> None:
+    """Print the scores in files of --out, and their differences question by question."""
+    cells: dict[tuple, dict] = defaultdict(dict)
+    for path in args.compare:
+        answers = earlier_answers(path)
+        if not answers:
+            raise ValueError(f"{path} holds no answer of --out")
+        for (*asked, method, number), (record, _) in answers.items():
+            cells[*asked, f"{path} {method}"][number, record["id"]] = record
+    print(report.HEAD)
+    for name, cell in cells.items():
+        print(report.table_line(summary(list(cell.values()), *name)))
+    for pair in differences(cells):
+        print(report.difference_line(pair))
+
+
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
+    args = read_flags()
     try:
-        compare(read_flags())
+        work = compare_files if args.compare else compare
+        work(args)
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; with --out the same command goes on")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:

@@ -166,9 +166,9 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
                          grow: Callable = rollout) -> Rollout:
     """One tree, made by `grow`, with its reward.
 
-    If the machine loses the tree, a second one is grown with the same key: a killed REPL
-    server loses all trees. If that one is lost too, or if there is no score, `failed` says
-    why and the reward is 0. Such trees stay out of means and baselines."""
+    If the machine loses the tree, another is grown with the same key: a killed REPL server
+    loses all trees. If that is lost too, if the root is refused, or if there is no score,
+    `failed` says why and the reward is 0. Such trees stay out of means and baselines."""
     task = job.task
     for _ in range(2):
         try:
@@ -178,8 +178,13 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
             if util.is_theirs(error):
                 raise
             failed = repr(error)
+        except Refused as error:  # of a method that has no REPL
+            root = Node(end="refused", refusal=str(error))
+            break
     else:
         return Rollout(task, job.group, Node(end="failed"), 0.0, failed)
+    if root.end == "refused":
+        return Rollout(task, job.group, root, 0.0, f"refused: {root.refusal!r:.200}")
     try:
         return Rollout(task, job.group, root, await reward_of(root, task, score))
     except Unscored as error:
@@ -311,8 +316,8 @@ class _Tree:
         try:
             completion = await self.policy(
                 node, granted, (*self.key, node.path, node.written))
-        except Refused:
-            node.end = "refused"
+        except Refused as error:
+            node.end, node.refusal = "refused", str(error)
             await self.free(granted, 0)
             return
 

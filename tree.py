@@ -27,7 +27,7 @@ from util import write_text
 
 class Refused(Exception):
     """A policy raises it for one request that it will not serve: because it is too long, or
-    filtered. The node ends, and its tree goes on."""
+    filtered. The node ends, and its tree goes on. If it is a root, its tree failed."""
 
 
 class Lost(RuntimeError):
@@ -97,6 +97,7 @@ class Node:
     # has what its code put into answer["content"].
     answer: Any = None
     end: str = ""  # why it ended: one of ENDS; "" while it grows
+    refusal: str = ""  # of a refused node: what the policy said
     errors: list[int] = field(default_factory=list)  # numbers of turns without working code
     # A child's own score, if the task has one; only some objectives read it. A root has the
     # task's score here where --reward replaces it.
@@ -156,7 +157,7 @@ class Rollout:
     group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
-    failed: str = ""  # if the machine lost the tree, why; then the tree is not used
+    failed: str = ""  # if the tree was lost or refused, why; then it is not used
 
 
 def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:

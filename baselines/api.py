@@ -5,11 +5,11 @@ vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
 The package `openai` sends the requests, and sends them again when a server is busy or
 broken. Where the server refuses one for its content or length (400, 413, 422), that node
-ends, and the code of its parent sees an error. Anything else (no server, a wrong key, no
-such model) is the machine's failure: the tree is lost, and counts as failed.
+ends, and the code of its parent sees an error. A refused root counts as failed. Anything
+else (no server, a wrong key, no such model) is the machine's failure: the tree is lost, and
+counts as failed, too.
 
-Left out: streaming, log-probabilities, prices, and models that refuse `max_tokens` or
-`temperature`.
+Left out: streaming, log-probabilities, prices, and models that refuse `temperature`.
 """
 import os
 import sys
@@ -19,6 +19,7 @@ import openai
 from tree import Completion, Lost, Node, Refused
 
 REFUSALS = (400, 413, 422)
+NEWER = "max_completion_tokens"  # the name of max_tokens for newer models
 
 
 class API:
@@ -30,6 +31,7 @@ class API:
         self.model, self.temperature = model, temperature
         self.server = {"base_url": url, "max_retries": max_retries,
                        "api_key": os.environ.get("OPENAI_API_KEY") or "none"}
+        self.limit = "max_tokens"  # or NEWER, once a server asks for it
         self.refused = False  # whether a refusal was printed
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
@@ -38,13 +40,18 @@ class API:
         said[1:1] = zip(("user", "assistant") * len(node.example), node.example)
         messages = [{"role": role, "content": text.encode("utf-8", "replace").decode()}
                     for role, text in said]
+        limit = self.limit
         try:
             async with openai.AsyncOpenAI(**self.server) as client:
                 reply = await client.chat.completions.create(
-                    model=self.model, messages=messages, max_tokens=max_tokens,
-                    temperature=self.temperature)
+                    model=self.model, messages=messages, temperature=self.temperature,
+                    **{limit: max_tokens})
         except openai.OpenAIError as error:
-            if getattr(error, "status_code", None) not in REFUSALS:
+            status = getattr(error, "status_code", None)
+            if status == 400 and limit != NEWER and NEWER in str(error):
+                self.limit = NEWER
+                return await self(node, max_tokens, key)
+            if status not in REFUSALS:
                 raise Lost(f"{self.server['base_url']}: {error}") from None
             if not self.refused:  # scores alone would not say what is wrong
                 print(f"{self.model} refuses a request: {error!s:.200}", file=sys.stderr)

@@ -14,10 +14,10 @@ KEY = "secret"  # that it wants
 
 class Stub:
     """`says`: the reply to everything. `always`: the status of every attempt, in place of
-    a reply."""
+    a reply. `limit`: the name of max_tokens; without it a request is refused."""
 
-    def __init__(self, says: str, always: str = ""):
-        self.says, self.always = says, always
+    def __init__(self, says: str, always: str = "", limit: str = "max_tokens"):
+        self.says, self.always, self.limit = says, always, limit
         self.log: list[dict] = []
         self.lock = threading.Lock()
         handler = type("Handler", (Handler,), {"stub": self})
@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         text = stub.says
         into = sum(len(m["content"].split()) for m in asked["messages"])
         with stub.lock:
-            fault = stub.always
+            fault = stub.always or ("" if stub.limit in asked else "400")
             if self.headers["Authorization"] != f"Bearer {KEY}":
                 fault = "401"
             stub.log.append(asked)
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
                          "finish_reason": "stop"}],
             "usage": {"prompt_tokens": into, "completion_tokens": len(text.split())}}
         if fault:
-            status, body = int(fault), {"error": {"message": "no luck"}}
+            status, body = int(fault), {"error": {"message": f"no luck, use {stub.limit}"}}
         sent = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(sent)))

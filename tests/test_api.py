@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("openai")
 
+import eval as evaluation
 import rlm
 from baselines.api import API
 from conftest import command
@@ -54,6 +55,25 @@ def test_what_lasts_is_refused_or_the_machines_failure(status, error, attempts):
         with pytest.raises(error, match=status):
             complete(server, "q", max_retries=2)
     assert len(server.log) == attempts
+
+
+def test_a_server_may_want_the_other_name_of_max_tokens():
+    with Stub(says="hi", limit="max_completion_tokens") as server:
+        policy = API(server.url, "m")
+        for _ in range(2):
+            assert asyncio.run(policy(node(), 5, ())).text == "hi"
+    sent = [(row.get("max_tokens"), row.get("max_completion_tokens")) for row in server.log]
+    assert sent == [(5, None), (None, 5), (None, 5)]
+
+
+@pytest.mark.parametrize("method", ["rlm1", "direct", "compaction"])
+def test_a_refused_root_counts_as_failed_and_is_asked_once(method):
+    with Stub(says="hi", always="400") as server:
+        policy = API(server.url, "m")
+        record, _ = asyncio.run(
+            evaluation.answer(method, TASK, policy, None, RLMConfig(), ()))
+    assert len(server.log) == 1 and record["end"] == "refused"
+    assert record["failed"].startswith("refused: ") and "no luck" in record["failed"]
 
 
 def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):

@@ -2,6 +2,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,8 @@ from conftest import data_of
 from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks
-from tree import read_rollouts
+from training.run import State
+from tree import Node, Rollout, read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
@@ -115,6 +117,39 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     assert len(every) == len(DATA.read_text().splitlines())
 
 
+def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_path):
+    (tmp_path / "half.py").write_text("score = lambda task, answer, root: root.score / 2")
+    flags = ["--policy", "oracle", "--n", 2, "--out", tmp_path / "r.jsonl"]
+    message, text = command(*flags, "--reward", tmp_path / "half.py")
+    assert message is None and text.splitlines()[1].endswith("  own score 1.000")
+    assert [(r["score"], r["own"]) for r in answers(tmp_path / "r.jsonl")] == [(0.5, 1)] * 2
+
+
+def test_the_line_of_training_has_the_tasks_own_score(capsys):
+    task = Task("t", "notes", "q", "context")
+    rollout = Rollout(task, "0", Node(end="final", score=0.75), 0.5)
+    run = SimpleNamespace(config=SimpleNamespace(seed=0), rlm_config=rlm.RLMConfig(),
+                          state=State(), log=lambda row: None)
+    evaluation.evaluate(run, lambda *_: [rollout], "heldout_now", [task])
+    assert "now: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
+
+
+# --- files of --out -----------------------------------------------------------------------
+
+def test_files_of_two_commands_are_compared_on_the_questions_they_share(command, tmp_path):
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, method, n in ((a, "rlm1", 3), (b, "rlm0", 2)):
+        assert command("--policy", "oracle", "--tasks", "niah", "--methods", method,
+                       "--n", n, "--out", path)[0] is None
+    other = b.read_text().replace("niah-", "other-", 1)  # another question of that number
+    b.write_text(other + '{"name": [')  # as a kill may leave it
+    message, text = command("--compare", a, b)
+    _, first, second, difference = text.splitlines()
+    assert message is None and b.read_text().endswith('{"name": [')
+    assert f"{a} rlm1" in first and f"{b} rlm0" in second
+    assert f"{a} rlm1 - {b} rlm0 = +1.000" in difference and difference.endswith("  n 1")
+
+
 # --- a second start -----------------------------------------------------------------------
 
 FLAGS = ["--policy", "oracle", "--tasks", "niah,oolong", "--lengths", "2000", "--n", 3,
@@ -175,7 +210,13 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypa
 
 @pytest.mark.parametrize("args, says", [
     ([], "needs --model DIR"), (["--model", "/nowhere"], "/nowhere"),
-    (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'")])
+    (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
+    (["--policy", "oracle", "--tasks", __file__], "test_eval has no function oracle"),
+    (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
+    (["--policy", "oracle", "--model", "m"], "not allowed with"),
+    (["--compare", "/nowhere"], "/nowhere"), (["--compare", "/dev/null"], "no answer of"),
+    (["--compare", DATA], "was not written by"),
+    (["--compare", __file__], "was not written by")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()

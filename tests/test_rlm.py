@@ -315,9 +315,8 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    [done] = asyncio.run(collect([task("BAD")], picky, None, RLMConfig(),
-                                 score=lambda task, answer: float(answer is None)))
-    assert (done.root.end, done.failed, done.reward) == ("refused", "", 1.0)
+    with pytest.raises(REPLError, match="refused: 'too long for the server'"):
+        asyncio.run(collect([task("BAD")], picky, None, RLMConfig()))
 
 
 # --- many trees ---------------------------------------------------------------------------

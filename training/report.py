@@ -75,10 +75,11 @@ def table_line(row: dict) -> str:
         return "-".rjust(width) if value is None else f"{value:{width},.{digits}f}"
 
     interval = f"[{number('low', 5, 3)}, {number('high', 5, 3)}]"
+    own = row.get("own")  # the task's own score, where --reward replaced it
     return (f"{row['task']:15} {row['method']:10} {number('length', 9)} {row['n']:4} "
             f"{row['failed']:6} {number('score', 6, 3)}  {interval} {number('in', 9)} "
             f"{number('out', 7)} {number('nodes', 6, 1)} {number('seconds', 7, 1)}  "
-            f"{shares(row['ends'])}")
+            f"{shares(row['ends'])}{'' if own is None else f'  own score {own:.3f}'}")
 
 
 def difference_line(d: dict) -> str:
