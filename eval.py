@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -129,8 +130,8 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
     return rows
 
 
-def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None:
-    """One tree per held-out question; the scores are kept as results[name]."""
+def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> float:
+    """The mean score of one tree per question; all scores are kept as results[name]."""
     records = [record_of(r) for r in collect(asked, (run.config.seed, name), name)]
     row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
     run.state.results[name] = row
@@ -140,6 +141,7 @@ def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> None
     print(f"{name}: score {row['score']:.3f}{own}  "
           f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, "
           f"length {row['length']:,}, {row['nodes']:.1f} nodes, {shares(row['ends'])}")
+    return row["score"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def read_flags() -> argparse.Namespace:
     only("--model", help="checkpoint directory")
     only("--api", metavar="URL", help="as http://localhost:8000/v1; key: OPENAI_API_KEY")
     add("--api-model", metavar="NAME", help="the server's model")
-    only("--policy", choices=("oracle",), help="the kind's script in place of a model")
+    add("--policy", choices=("oracle",), help="the kind's script in place of a model")
     only("--compare", metavar="FILE", nargs="+", help="compare files of --out")
     add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
         "the checkpoint was trained as, else rlm1)")
@@ -167,7 +169,9 @@ def read_flags() -> argparse.Namespace:
     add("--sandbox", default="auto", choices=("require", "auto", "off"),
         help="namespaces around the REPL (default auto: where possible)")
     add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
-        "path/to/my_task.py (default: notes, and evidence with --data)")
+        "path/to/my_task.py (default: what the checkpoint was trained on, else notes, and "
+        "evidence with --data)")
+    add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--lengths", type=lengths, default=[None], help="of contexts, as 8000,128k,1m: "
         "characters / 4, so about tokens (default: the kind's usual length)")
     add("--data", help="JSONL file of questions of the one kind in --tasks")
@@ -182,6 +186,8 @@ def read_flags() -> argparse.Namespace:
     args = parser.parse_args()
     if not (args.model or args.policy or args.compare or args.api and args.api_model):
         parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
+    if args.policy and args.api:
+        parser.error("--policy oracle asks no server")
     for unknown in set(args.methods or ()) - set(METHODS):
         parser.error(f"there is no method {unknown}")
     return args
@@ -245,19 +251,21 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
 
 def compare(args: argparse.Namespace) -> None:
     """Put to every method every question that --out lacks, and print the scores."""
-    loaded = [tasks.load(spec, args.data) for spec in args.tasks or [""]]
+    tokenizer = None
+    config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
+    loaded = [tasks.load(spec, args.data) for spec in args.tasks or [config.task]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     for name in kinds:
         if args.policy and not hasattr(kinds[name], args.policy):
             raise ValueError(f"the task {name} has no function {args.policy}")
     score = util.load_function(args.reward, "score") if args.reward else tasks.reward
-    config, tokenizer = rlm.load_config("", sandbox=args.sandbox), None
     policy = None
     if args.api:
         from baselines.api import API
         policy = API(args.api, args.api_model, args.temperature)
     elif args.model:
-        model = rlm.RLM(args.model, args.temperature, args.seed, args.sandbox, batch=96)
+        model = rlm.RLM(
+            args.model, args.temperature, args.seed, args.sandbox, 96, args.rlm)
         config, tokenizer, policy = model.config, model.tokenizer, model.policy
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))

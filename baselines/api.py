@@ -36,10 +36,8 @@ class API:
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
         # What a model wrote may hold broken Unicode, which no request can.
-        said = [(turn.role, turn.text) for turn in node.turns]
-        said[1:1] = zip(("user", "assistant") * len(node.example), node.example)
         messages = [{"role": role, "content": text.encode("utf-8", "replace").decode()}
-                    for role, text in said]
+                    for role, text in node.said]
         limit = self.limit
         try:
             async with openai.AsyncOpenAI(**self.server) as client:
