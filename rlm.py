@@ -70,30 +70,32 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     their place. The window is at most the model's positions. `sandbox` depends on this
     machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
-    for path in (saved if saved.exists() else "", changes):
-        if path:
-            fields = read_json(path)
-            if not isinstance(fields, dict):
-                raise ValueError(f"{path}: not a JSON object")
-            limits = _checked(config.limits, fields.pop("limits", {}), path)
-            config = replace(config, **_checked(config, fields, path),
-                             limits=replace(config.limits, **limits))
+    if saved.exists():
+        config = changed(config, read_json(saved), saved)
+    if changes:
+        config = changed(config, read_json(changes), changes)
     limits = replace(config.limits, sandbox=sandbox)
     return replace(config, window=min(config.window, positions), limits=limits)
 
 
-def _checked(config: RLMConfig | Limits, fields: dict, path: str | Path) -> dict:
-    """The fields. Raises ValueError for one that there is not, and for a wrong type."""
-    usual = asdict(config)
+def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig | Limits:
+    """The configuration with these fields in place of its own. Raises ValueError that names
+    the `source` for a field that there is not, and for a wrong value."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source}: {fields!r:.40} is no JSON object")
+    values = {}
     for name, value in fields.items():
-        if name not in usual:
-            raise ValueError(f"{path}: there is no field {name!r}")
-        kind = type(usual[name])
-        if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ValueError(f"{path}: {name} is {value!r}, not of type {kind.__name__}")
-    if fields.get("style", "full") not in NO_BLOCK:
-        raise ValueError(f"{path}: style is {fields['style']!r}; it can be full or brief")
-    return fields
+        usual = getattr(config, name, None)
+        if usual is None:
+            raise ValueError(f"{source}: there is no field {name!r}")
+        if isinstance(usual, Limits):
+            value = changed(usual, value, source)
+        good = {"style": ("full", "brief")}.get(name, (value,))
+        types = (type(usual), int) if type(usual) is float else (type(usual),)
+        if type(value) not in types or value not in good:
+            raise ValueError(f"{source}: {name} cannot be {value!r}")
+        values[name] = value
+    return replace(config, **values)
 
 
 # The trees of the tiny model that train.py makes.
@@ -104,9 +106,7 @@ TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_n
 
 def tiny_rlm(kind: ModuleType) -> RLMConfig:
     """TINY_RLM, with the changes that a kind of task makes: its TINY."""
-    changes = dict(getattr(kind, "TINY", {}))
-    limits = replace(TINY_RLM.limits, **changes.pop("limits", {}))
-    return replace(TINY_RLM, **changes, limits=limits)
+    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
 
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
