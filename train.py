@@ -47,7 +47,7 @@ from engine import hf, packing, parallel
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
 from engine.plan import MOST_WINDOWS, Plan, free_memory, plan_of
-from eval import evaluate, rlm_config_of
+from eval import evaluate
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import REPLError
@@ -143,8 +143,6 @@ def train(config: Config, world: World) -> None:
         start.source, shape.max_position_embeddings, config.sandbox, changes)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     rlm_config = replace(rlm_config, task=name)
-    if config.method != "saved":
-        rlm_config = rlm_config_of(config.method, rlm_config)
     wanted = plan_of(config, shape, rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, window=plan.window)

@@ -55,10 +55,6 @@ class RunConfig:
             "notes, and evidence with --data", common=True)
     reward: str = flag(
         "", "what scores in the task's place: path/to/file.py[:function]")
-    method: str = flag(
-        "saved", "rlm0: no children; rlm1: children have a REPL; rlm2: grandchildren, "
-                 "too; saved: as rlm.json says",
-        choices=("saved", "rlm0", "rlm1", "rlm2"))
     plan: bool = flag(False, "print what the run needs in memory and stop")
     card: int = flag(0, "GB of the GPU that --plan is for; 0: of the device here", 2)
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
