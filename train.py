@@ -505,7 +505,8 @@ def planned(config: Config, world: World) -> str:
     if not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
     kind = tasks.load(config.task, config.data)
-    questions = Questions(kind, config.data, config.seed, config.heldout)
+    questions = Questions(kind, config.data, config.seed, config.heldout,
+                          config.eval_every > 0)
     shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
     limits = rlm.load_config(
         config.model, shape.max_position_embeddings, changes=config.rlm)

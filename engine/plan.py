@@ -179,7 +179,8 @@ class Plan:
         needs = [self.need(n) for n in (1, 8)]
         needs = [need | {"sum": sum(need.values())} for need in needs]
         rows = [("cards", 1, 8)]
-        rows += [(part, *(readable(need[part]) for need in needs)) for part in needs[0]]
+        rows += [(part, *(readable(need[part]) for need in needs)) for part in needs[0]
+                 if any(need[part] for need in needs)]
         for card in CARDS:
             cells = []
             for n in (1, 8):

@@ -109,7 +109,9 @@ def question(id: str, kind: str, made: Any) -> Task:
     """A Task from what a kind's `make` or `read` returned. Raises ValueError if that is not
     (query, context, gold)."""
     if not isinstance(made, tuple) or len(made) != 3:
-        raise ValueError(f"{kind}: not (query, context, gold): {made!r:.60}")
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query, context, "
+                         "gold)")
     query, context, gold = made
     if not isinstance(query, str) or not isinstance(context, (str, list, dict)):
         raise ValueError(f"{kind}: a query is a str, a context a str, a list or a dict; "

@@ -87,9 +87,11 @@ def read(row):
 
     for entry in field(row, "evidence", list):
         name = field(entry, "paperId")
+        if name not in context:
+            raise ValueError(f"field 'paperId': there is no paper {name!r}")
         for selection in field(entry, "selections", list):
             words = field(selection, "text").split()
-            found = re.findall(r"\s+".join(map(re.escape, words)), context.get(name, ""))
+            found = re.findall(r"\s+".join(map(re.escape, words)), context[name])
             if not any(found):
                 raise ValueError(f"field 'text': paper {name!r} lacks a selection")
             gold.setdefault(name, []).extend(dict.fromkeys(found))

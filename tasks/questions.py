@@ -53,7 +53,8 @@ class Questions:
                 self.rows, self.validation = split(self.rows, len(self.heldout))
             return
         self.heldout = heldout_tasks(heldout, kind)
-        self.validation = heldout_tasks(heldout, kind, "validation", heldout=False)
+        if validation:
+            self.validation = heldout_tasks(heldout, kind, "validation", heldout=False)
         most = getattr(kind, "MOST", math.inf)
         for times in (4, 16) if hasattr(kind, "TOKENS") else ():
             if times * LONGER[1] * kind.TOKENS <= most:
@@ -80,13 +81,15 @@ class Questions:
         sizes = sorted(about(as_text(task.context)) for task in asked)
         low, middle, high = (sizes[round(share * (len(sizes) - 1))]
                              for share in (0.05, 0.5, 0.95))
-        number = len(self.rows) or "generated"
-        lines = [f"{number} questions to train on, {len(self.heldout)} held out",
+        lines = [f"{len(self.rows) or 'generated'} questions to train on, "
+                 f"{len(self.validation)} for validation, {len(self.heldout)} held out",
                  f"contexts of about {middle:,} tokens: 5 % under {low:,}, 5 % over {high:,}, "
                  f"the longest {sizes[-1]:,}"]
         if hasattr(self.kind, "score"):
             right = getattr(self.kind, "right_answer", lambda task: task.answer)
             scores = [tasks.reward(task, right(task)) for task in asked]
+            if not all(isinstance(score, (int, float)) for score in scores):
+                raise ValueError(f"{self.name}: score gives {scores[0]!r} for a right answer")
             lines.append(f"gold answers score {statistics.fmean(scores):.3f}, the worst "
                          f"{min(scores):.3f}")
         return "\n".join(lines)
@@ -107,6 +110,8 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     problems: dict[str, list[str]] = {}  # by reason
     lines = Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             if not isinstance(row, dict):

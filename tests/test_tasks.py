@@ -156,7 +156,7 @@ def selection(text, of="p"):
 
 @pytest.mark.parametrize("kind, changes, field", [
     ("evidence", {"question": 3}, "question"), ("evidence", {"evidence": []}, "evidence"),
-    ("evidence", selection("Some text.", of="q"), "text"),
+    ("evidence", selection("Some text.", of="q"), "paperId"),
     ("evidence", selection("Somé text."), "text"), ("niah", {"outputs": "54"}, "outputs"),
     ("oolong", {"answer": 5}, "answer")], ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(

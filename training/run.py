@@ -31,7 +31,7 @@ from util import read_json, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
-SHOW_EVERY = 25  # steps between printed trees
+SHOW_EVERY = 25  # steps between printed trees, after the first
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 
 
@@ -167,7 +167,7 @@ class Run:
                **metrics.describe(rollouts, credit)}
         self.log(row)
         print(metrics.line(row, self.config.steps))
-        if self.state.step % SHOW_EVERY == 0:
+        if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
             print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
@@ -261,8 +261,10 @@ class Run:
                 "heldout_n": rows["heldout_final"]["n"],
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
+            given = {"--data": self.config.data, "--reward": self.config.reward}
+            more = "".join(f" {name} {value}" for name, value in given.items() if value)
             print(f"held out {scores['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
-                  f"next: python eval.py --model {self.path('final')}")
+                  f"next: python eval.py --model {self.path('final')}{more}")
         self.world.gather(None)  # rank 0 has written all
 
     def path(self, name: str) -> str:

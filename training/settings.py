@@ -123,31 +123,33 @@ def opening(config, rlm_config, plan) -> str:
     kind = "made from nothing" if made else "pretrained"
     precision = str(plan.dtype).removeprefix("torch.")
     trained = f"adapters of rank {config.lora_rank}" if config.lora_rank else "all weights"
-    time = " (with the defaults about five minutes on two cores)"
     warmup = f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}"
     if not config.warmup_steps:
         warmup = "no warm-up"
     falls = ""
     if config.updates > 1:
         falls = "several updates per batch: a fall of the reward is not taken back\n"
-    return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}"
-            f"{time if made else ''}\n{falls}"
-            f"a model {kind}, in {precision} on {DEVICE}; {rlm_config.style} prompts; trees "
-            f"of at most {rlm_config.max_nodes} nodes, {rlm_config.max_turns} turns each")
+    return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}\n"
+            f"{falls}the defaults of a model {kind}, in {precision} on {DEVICE}; "
+            f"{rlm_config.style} prompts; trees of at most {rlm_config.max_nodes} nodes, "
+            f"{rlm_config.max_turns} turns each")
 
 
-def room(root, rlm_config) -> str:
-    """How much of the window the opened root of the first question takes, and a budget that
-    ends trees before their nodes and turns do."""
-    used, window = len(root.ids), rlm_config.window
+def room(root, limits) -> str:
+    """How much of the window the opened root of the first question takes, and budgets that
+    end nodes or trees before others can be used up. `limits` is an RLMConfig."""
+    used, window = len(root.ids), limits.window
+    if root.end:
+        return f"a window of {window:,} tokens, into which the first prompt does not fit"
     lines = [f"a window of {window:,} tokens; the first prompt takes {used:,} of them"]
     if used > window / 3:
         lines[0] += ", more than a third"
-    if root.end:
-        lines[0] = f"a window of {window:,} tokens, into which the first prompt does not fit"
-    nodes, turns, tokens = (rlm_config.max_nodes, rlm_config.max_turns,
-                            rlm_config.turn_tokens)
-    if rlm_config.tree_tokens < nodes * turns * tokens:
-        lines.append(f"tree_tokens of {rlm_config.tree_tokens:,} end a tree before {nodes} "
-                     f"nodes of {turns} x {tokens:,} tokens are full")
+    node = limits.max_turns * limits.turn_tokens
+    if node > window - used:
+        node = window - used
+        lines.append(f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens do not fit "
+                     "into the rest of it")
+    if limits.tree_tokens < limits.max_nodes * node:
+        lines.append(f"tree_tokens of {limits.tree_tokens:,} end a tree before "
+                     f"{limits.max_nodes} nodes have sampled {node:,} tokens each")
     return "\n".join(lines)
