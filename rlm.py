@@ -507,7 +507,8 @@ def shown(example: Example, delegates: bool) -> list[str]:
     """The conversation of an example's root, which delegates, or that of its child, which
     reads: texts of user and assistant in turn."""
     if delegates:
-        return [f"{example.query}\n{describe(example.context, 'full')}", block(example.code)]
+        user = f"{example.query}\n{describe(example.context, 'full')}"
+        return [user, block(example.code)]
     query = example.query + ALONE
     return [f"{query}\n{describe(example.part, 'full')}", block("print(context)"),
             f"{example.part}\n\nThe question: {query}\n{GO_ON}",

@@ -242,8 +242,8 @@ def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: T
         system, *_ = rlm.opening(Node(), "", "", questions.kind, rlm_config)
         others = sum(rollout.root.turns[0].text != system for rollout in saved)
         if others:
-            print(f"{others} of {len(saved)} saved trees have a system prompt that this run "
-                  "will not use")
+            print(f"{others} of {len(saved)} saved trees have a system prompt that this "
+                  "run will not use")
         return saved
     suits = settings.defaults(plan.config.hidden_size)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
