@@ -10,6 +10,7 @@ from util import flag
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
 POSITIVE = 1e-12  # the least rate
 NARROW = 256  # hidden size; a model below that was made from nothing, here
+WIDE = 2560  # the hidden size of Qwen3-4B
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Defaults:
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
 SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
                    lr=1.4e-3, max_norm=0.2, adapters=2.0)
-# The rates of published runs.
+# The rates of published runs of 4B and more; `settle` raises that of smaller models.
 PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
                       lr=1e-6, max_norm=1.0, adapters=20.0)
 
@@ -38,6 +39,8 @@ def by_checkpoint(name: str) -> str:
     text = f"{made:g} for a model made here, else {pretrained:g}"
     if name in ("lr", "warmup_lr"):
         text += f"; adapters {SCRATCH.adapters:g} and {PRETRAINED.adapters:g} times that"
+    if name == "lr":
+        text += "; more for pretrained models below 4B"
     return text
 
 
@@ -108,6 +111,8 @@ def settle(config, width: int):
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
               "lr": suits.lr * times}
+    if suits is PRETRAINED:  # measured: adapters at 2e-4 for 896 (0.5B), 3e-4 for 576 (135M)
+        values["lr"] *= max(1.0, (WIDE / width) ** 2)
     if config.model:
         values["warmup_lr"] *= times
         if not config.warmup:  # it would undo what the checkpoint learnt
