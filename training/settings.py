@@ -111,8 +111,8 @@ def settle(config, width: int):
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
               "lr": suits.lr * times}
-    if suits is PRETRAINED:  # measured: adapters at 2e-4 for 896 (0.5B), 3e-4 for 576 (135M)
-        values["lr"] *= max(1.0, (WIDE / width) ** 2)
+    if suits is PRETRAINED:  # Adam's best rate falls with the width (muP, arXiv 2203.03466)
+        values["lr"] *= max(1.0, WIDE / width)
     if config.model:
         values["warmup_lr"] *= times
         if not config.warmup:  # it would undo what the checkpoint learnt
