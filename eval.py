@@ -327,8 +327,11 @@ def compare_files(args: argparse.Namespace) -> None:
     print(report.HEAD)
     for name, cell in cells.items():
         print(report.table_line(summary(list(cell.values()), *name)))
-    for pair in differences(cells):
+    pairs = differences(cells)
+    for pair in pairs:
         print(report.difference_line(pair))
+    if not pairs:
+        print("no two of them have answered the same questions")
 
 
 def main() -> None:

@@ -304,13 +304,11 @@ def open_checkpoint(path: str) -> Qwen3:
     saved = hf.adapter_config(path)
     base = saved.get("base_model_name_or_path", path)
 
-    def prepare(model: Qwen3) -> None:
-        if saved:
-            model.add_lora(saved["r"], saved["lora_alpha"])
-
-    model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE, prepare)
+    model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
+        model.add_lora(saved["r"], saved["lora_alpha"])
         hf.load_adapter(model, os.path.join(path, "adapter"))
+        return model.merged_copy()
     return model
 
 

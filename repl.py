@@ -63,13 +63,15 @@ async def no_model(kind: str, prompts: list, contexts: Any) -> list:
 class REPL:
     """A Python namespace in a separate process, which starts with the first block.
 
-    `context` is any JSON value. `tools` is Python source that runs first; its names become
-    builtins. All open REPLs have the same `limits.sandbox`: another one ends them.
+    `context` is any JSON value, `question` what the node was asked: code may change it.
+    `tools` is Python source that runs first; its names become builtins. All open REPLs have the same `limits.sandbox`: another one ends them.
     """
 
-    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits()):
+    def __init__(self, context: Any, tools: str = "", limits: Limits = Limits(),
+                 question: str = ""):
         self.limits = limits
-        self._first: dict | None = {"context": context, "tools": tools}
+        self._first: dict | None = {
+            "context": context, "tools": tools, "question": question}
         self._sock: socket.socket | None = None
         self._inbox = bytearray()
 
@@ -226,7 +228,7 @@ class Worker:
             self.restore()
             self.done(error, draft=self.draft())
 
-    def start(self, context: Any, tools: str) -> str:
+    def start(self, context: Any, tools: str, question: str) -> str:
         """Fill the namespace. Returns the error of `tools`, or ""."""
         call("prctl", SET_NAME, b"repl", 0, 0, 0)
         self.reserved = {name: getattr(self.builtins, name) for name in BUILTINS}
@@ -235,6 +237,8 @@ class Worker:
         error = self.attempt(self.execute, tools, "<repl tools>")
         self.reserved = {**self.namespace, **self.reserved}
         self.namespace["answer"] = self.answer
+        if question:
+            self.namespace["question"] = question
         return error
 
     def block(self, code: str) -> str:

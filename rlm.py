@@ -167,8 +167,8 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
     """One tree, made by `grow`, with its reward.
 
     If the machine loses the tree, another is grown with the same key: a killed REPL server
-    loses all trees. If that is lost too, if the root is refused, or if there is no score,
-    `failed` says why and the reward is 0. Such trees stay out of means and baselines."""
+    loses all trees. If that is lost too, if the question is refused, or if there is no
+    score, `failed` says why and the reward is 0. Such trees stay out of means and baselines."""
     task = job.task
     for _ in range(2):
         try:
@@ -178,13 +178,11 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
             if util.is_theirs(error):
                 raise
             failed = repr(error)
-        except Refused as error:  # of a method that has no REPL
-            root = Node(end="refused", refusal=str(error))
-            break
+        except Refused as error:  # it would be refused again
+            failed = f"refused: {error!s:.200}"
+            return Rollout(task, job.group, Node(end="refused"), 0.0, failed)
     else:
         return Rollout(task, job.group, Node(end="failed"), 0.0, failed)
-    if root.end == "refused":
-        return Rollout(task, job.group, root, 0.0, f"refused: {root.refusal!r:.200}")
     try:
         return Rollout(task, job.group, root, await reward_of(root, task, score))
     except Unscored as error:
@@ -250,7 +248,8 @@ class _Tree:
         """The opened root, and its question: full prompts put a generated one into words.
         The root has ended if it does not fit."""
         query, root = self.task.query, Node()
-        if self.config.style != "brief" and hasattr(self.kind, "in_words"):
+        generated = self.task.answer is not None  # a user's own question has no gold
+        if generated and self.config.style != "brief" and hasattr(self.kind, "in_words"):
             query = self.kind.in_words(query)
         if self.open(root, query, self.task.context):
             root.end = "window"
@@ -283,9 +282,8 @@ class _Tree:
             return
 
         tools = source(getattr(self.kind, "TOOLS", ()))
-        tools += f"\nquestion = {query!r}"
         printed = notes = ""
-        async with REPL(context, tools, self.config.limits) as repl:
+        async with REPL(context, tools, self.config.limits, query) as repl:
             for turn in range(self.config.max_turns):
                 if turn > 0:
                     self.observe(node, query, printed, notes)
@@ -316,9 +314,11 @@ class _Tree:
         try:
             completion = await self.policy(
                 node, granted, (*self.key, node.path, node.written))
-        except Refused as error:
-            node.end, node.refusal = "refused", str(error)
+        except Refused:
             await self.free(granted, 0)
+            if not node.path and not node.written:  # the question itself
+                raise
+            node.end = "refused"
             return
 
         used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
@@ -408,7 +408,7 @@ class _Tree:
             values[i] = child.answer
             if child.answer is None and ENDS[child.end]:
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
-            if hasattr(self.kind, "part_score"):
+            if self.task.answer is not None and hasattr(self.kind, "part_score"):
                 child.score = self.kind.part_score(self.task, part, child.answer)
 
         try:  # a child that the machine loses ends its siblings: the tree is lost
@@ -529,7 +529,7 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
 
     # A child that could only ask models without a REPL is told to read.
     asks = config.max_nodes > 1 and (not node.path or node.depth < config.max_depth)
-    calls, strategy = "", getattr(kind, "READING", "")
+    calls, strategy = "", getattr(kind, "READING", "") if node.path else ""
     if asks:
         child = CHILD if node.depth < config.max_depth else READER
         calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
@@ -588,8 +588,7 @@ class RLM:
         positions = model.config.max_position_embeddings
         self.config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        self.sampler = Sampler(
-            model, batch=batch, window=self.config.window, copy=model.rank > 0)
+        self.sampler = Sampler(model, batch=batch, window=self.config.window)
         self.policy = local_policy(self.sampler, self.tokenizer, temperature)
         self.seed = seed
 
@@ -626,6 +625,8 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.question) == args.demo:
         parser.error("a question is needed, but --demo has one of its own")
+    if args.api and not args.api_model:
+        parser.error("--api needs --api-model")
     try:
         if args.demo:
             rng = random.Random(f"demo {args.seed}")
@@ -634,7 +635,7 @@ def main() -> None:
             context = read_texts(args.files) if args.files else sys.stdin.read()
             question = Task("question", "", args.question, context)
         root = ask(args, question)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:
         if util.is_theirs(error):
             raise
         sys.exit(f"rlm.py: {error}")

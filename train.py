@@ -92,9 +92,6 @@ def main() -> None:
     world, config = World(), Config()
     try:
         config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
-        if config.plan:
-            print(planned(config, world))
-            return
         train(config, world)
         world.close()
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
@@ -107,9 +104,12 @@ def main() -> None:
 
 
 def train(config: Config, world: World) -> None:
-    """One run: what it needs, then the warm-up and GRPO, with an evaluation after each."""
+    """One run: what it needs, then the warm-up and GRPO, with an evaluation after each.
+    With --plan only the first: no weights are read, and nothing is written."""
+    if config.plan and not config.model:
+        raise ValueError("--plan needs --model; the tiny one fits anywhere")
     # What the user gave is read first: a typo must leave no directory.
-    if config.card:
+    if config.card and not config.plan:
         raise ValueError("--card needs --plan: a run takes the device that is here")
     have = free_memory(world)
     width = 0
@@ -122,7 +122,7 @@ def train(config: Config, world: World) -> None:
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
     run = Run(config, world)
-    start = run.start()
+    start = Start(config.model, State()) if config.plan else run.start()
     in_grpo = run.state.phase == "grpo"
     if run.state.silent == PATIENCE:  # it had stopped, and is continued
         run.state.silent = 0
@@ -144,13 +144,20 @@ def train(config: Config, world: World) -> None:
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     rlm_config = replace(rlm_config, task=name)
     wanted = plan_of(config, shape, rlm_config, have)
+    if config.card:
+        wanted = wanted.on_card(config.card)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, window=plan.window)
-    if plan != wanted:
+    if config.plan or plan != wanted:
         print(plan.table(wanted))
     root = rlm.opened(questions.draw("grpo", 0), tokenizer, rlm_config)
     print(settings.opening(config, rlm_config, plan), settings.room(root, rlm_config),
-          f"what is interrupted continues with: {resuming(config, world)}", sep="\n")
+          sep="\n")
+    if config.plan:
+        prompt = [f"--- {role}\n{text}" for role, text in root.said]
+        print(questions.described(), *prompt, sep="\n")
+        return
+    print(f"what is interrupted continues with: {resuming(config, world)}")
     if not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
@@ -497,29 +504,6 @@ def reference_of(config: Config, run: Run, plan: Plan) -> Qwen3 | None:
         return None
     reference = Qwen3.from_pretrained(run.path("warmup"), plan.dtype, DEVICE)
     return reference.requires_grad_(False)
-
-
-def planned(config: Config, world: World) -> str:
-    """What the run needs in memory, here or on a --card; what its questions are like, and
-    the first one as the model will read it. No weights are read."""
-    if not config.model:
-        raise ValueError("--plan needs --model; the tiny one fits anywhere")
-    kind = tasks.load(config.task, config.data)
-    questions = Questions(kind, config.data, config.seed, config.heldout,
-                          config.eval_every > 0)
-    shape = Qwen3Config.read(os.path.join(config.model, "config.json"))
-    limits = rlm.load_config(
-        config.model, shape.max_position_embeddings, changes=config.rlm)
-    wanted = plan_of(config, shape, limits, free_memory(world))
-    if config.card:
-        wanted = wanted.on_card(config.card)
-    plan = wanted.fitted(world.size)
-    limits = replace(limits, window=plan.window)
-    tokenizer = Tokenizer.from_pretrained(config.model)
-    root = rlm.opened(questions.draw("grpo", 0), tokenizer, limits)
-    prompt = [f"--- {role}\n{text}" for role, text in root.said]
-    return "\n".join([plan.table(wanted), questions.described(),
-                      settings.room(root, limits), *prompt])
 
 
 if __name__ == "__main__":

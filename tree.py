@@ -97,7 +97,6 @@ class Node:
     # has what its code put into answer["content"].
     answer: Any = None
     end: str = ""  # why it ended: one of ENDS; "" while it grows
-    refusal: str = ""  # of a refused node: what the policy said
     errors: list[int] = field(default_factory=list)  # numbers of turns without working code
     # A child's own score, if the task has one; only some objectives read it. A root has the
     # task's score here where --reward replaces it.

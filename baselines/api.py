@@ -12,7 +12,6 @@ counts as failed, too.
 Left out: streaming, log-probabilities, prices, and models that refuse `temperature`.
 """
 import os
-import sys
 
 import openai
 
@@ -32,7 +31,6 @@ class API:
         self.server = {"base_url": url, "max_retries": max_retries,
                        "api_key": os.environ.get("OPENAI_API_KEY") or "none"}
         self.limit = "max_tokens"  # or NEWER, once a server asks for it
-        self.refused = False  # whether a refusal was printed
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
         # What a model wrote may hold broken Unicode, which no request can.
@@ -51,9 +49,6 @@ class API:
                 return await self(node, max_tokens, key)
             if status not in REFUSALS:
                 raise Lost(f"{self.server['base_url']}: {error}") from None
-            if not self.refused:  # scores alone would not say what is wrong
-                print(f"{self.model} refuses a request: {error!s:.200}", file=sys.stderr)
-            self.refused = True
             raise Refused(str(error)) from None
 
         choice, used = reply.choices[0], reply.usage

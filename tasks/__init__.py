@@ -108,15 +108,13 @@ def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
 def question(id: str, kind: str, made: Any) -> Task:
     """A Task from what a kind's `make` or `read` returned. Raises ValueError if that is not
     (query, context, gold)."""
-    if not isinstance(made, tuple) or len(made) != 3:
-        size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query, context, "
-                         "gold)")
-    query, context, gold = made
-    if not isinstance(query, str) or not isinstance(context, (str, list, dict)):
-        raise ValueError(f"{kind}: a query is a str, a context a str, a list or a dict; "
-                         f"these are {type(query).__name__}, {type(context).__name__}")
-    return Task(id, kind, query, context, gold)
+    match made:
+        case (str() as query, str() | list() | dict() as context, gold):
+            return Task(id, kind, query, context, gold)
+    size = f" of {len(made)}" if isinstance(made, tuple) else ""
+    raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query: str, context: "
+                     "str | list | dict, gold)")
+
 
 
 def reward(task: Task, answer: Any) -> float:

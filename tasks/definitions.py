@@ -78,10 +78,8 @@ def make(rng, tokens=None, heldout=False):
 
 
 def in_words(query):
-    kind = re.fullmatch('List the words of class "(.*)".', query)
-    if not kind:  # a user's own question
-        return query
-    return (f'Which words of this dictionary mean something of the class "{kind[1]}"? Read '
+    kind = re.search('"(.*)"', query)[1]
+    return (f'Which words of this dictionary mean something of the class "{kind}"? Read '
             "their definitions. Answer with a list of the words.")
 
 

@@ -62,7 +62,7 @@ def make(rng, tokens=None, heldout=False):
 
 def in_words(query):
     term = re.fullmatch('Quote all on "(.*)".', query)
-    if not term:  # a user's own question
+    if not term:  # a question from a file
         return query
     return (f'Find all sentences about "{term[1]}" in the papers of the context. Answer '
             "with a list of these sentences, copied exactly.")

@@ -83,10 +83,8 @@ def make(rng, tokens=None, heldout=False):
 
 
 def in_words(query):
-    place = re.fullmatch('Sort the notes from "(.*)".', query)
-    if not place:  # a user's own question
-        return query
-    return (f'What are the notes from "{place[1]}" about: animals, plants, tools or foods? One '
+    place = re.search('"(.*)"', query)[1]
+    return (f'What are the notes from "{place}" about: animals, plants, tools or foods? One '
             "word of a note tells. Answer with a dict {name of the note: one of these four}.")
 
 

@@ -15,6 +15,7 @@ import tasks
 from tasks import Task
 from tasks.text import about, as_text
 
+MOST_REASONS = 10  # that are printed of rows left out
 LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
@@ -122,8 +123,9 @@ def read(path: str, kind: ModuleType) -> list[Task]:
             problems.setdefault(reason, []).append(f"line {number}: {error}")
 
     if problems:
-        print(f"{path}: {len(lines) - len(questions)} of {len(lines)} rows left out")
-        for rows in problems.values():
+        left_out = sum(map(len, problems.values()))
+        print(f"{path}: {left_out} of {left_out + len(questions)} rows left out")
+        for rows in sorted(problems.values(), key=len, reverse=True)[:MOST_REASONS]:
             print(f"  {len(rows)} x, first in {rows[0]}")
     if not questions:
         raise ValueError(f"{path}: no row can be used")
@@ -138,7 +140,8 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
     shuffled = random.Random(42).sample(questions, len(questions))
     groups = _sharing(shuffled)
     if len(groups) < 2:
-        raise ValueError("nothing can be held out: that needs questions of two texts")
+        raise ValueError("nothing can be held out, or kept for --eval-every: that needs "
+                         "questions of two texts")
     wanted = wanted or min(128, max(1, len(questions) // 5))
     held: set[int] = set()
     for group in groups:

@@ -25,7 +25,7 @@ class Example:
     context: Any
     code: str  # of the root: it asks children `question + ALONE`, and answers
     part: str  # the context of one child
-    answer: Any  # what that child answers
+    answer: str | list[str]  # of that child
 
 
 LETTERS = {

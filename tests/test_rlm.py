@@ -302,7 +302,7 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
 
 async def picky(node, max_tokens, key):
     """Refuses what has BAD in it."""
-    if "BAD" in node.turns[1].text:
+    if "BAD" in node.turns[-1].text:
         raise Refused("too long for the server")
     code = "FINAL([llm_query_batched(['good', 'BAD', 'good']), rlm_query('BAD')])"
     return Completion(block(code) if not node.path else "fine")
@@ -315,8 +315,27 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    with pytest.raises(REPLError, match="refused: 'too long for the server'"):
+    with pytest.raises(REPLError, match="refused: too long for the server"):
         asyncio.run(collect([task("BAD")], picky, None, RLMConfig()))
+
+
+def test_a_refusal_in_a_later_turn_ends_the_root_and_is_scored():
+    async def policy(node, max_tokens, key):
+        if node.written:
+            raise Refused("too long by now")
+        return Completion(block("answer['content'] = ['gold 0.']"))
+
+    (tree,) = asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
+    assert (tree.reward, tree.failed, tree.root.end) == (1.0, "", "refused")
+
+
+def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores():
+    own = Task("q", "evidence", "What?", {"a": "one", "b": "two"})
+    root = grow({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
+                 "*": block("FINAL(context)")}, own)
+    assert root.answer == ["one", "two"] and root.turns[1].text.startswith("What?\n")
+    assert evidence_kind.STRATEGY in root.turns[0].text
+    assert [child.score for child in root.children] == [None, None]
 
 
 # --- many trees ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tree import Node, Rollout, Turn
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
 CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
-    "reward": "Mean reward of the sampled trees; dots: held-out questions",
+    "reward": "Mean reward of the sampled trees; dots: questions that were scored alone",
     "entropy": "Entropy of what is sampled, nats per token",
     "gap": "Mean |gap| between the log-probabilities of sampler and trainer",
     "grad_norm": "Norm of the gradient before clipping",

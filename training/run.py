@@ -13,7 +13,6 @@ out: two runs at the same time in one directory.
 import contextlib
 import ctypes
 import json
-import math
 import os
 import shlex
 import statistics
@@ -36,7 +35,7 @@ REPORT_SECONDS = 60.0  # between report pages, each of which takes about one sec
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout eval_every sandbox".split()
+MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout sandbox".split()
 
 # The scores in result.json; None where a task has one length.
 HELDOUT = ("heldout_warmup", "heldout_final", "heldout_best", "heldout_4x", "heldout_16x")
@@ -50,7 +49,7 @@ class State:
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
     recent: list[float] = field(default_factory=list)  # of groups: their mean rewards
-    best: float = -math.inf  # score on the questions for validation
+    best: float = -1e9  # score on the questions for validation
     results: dict[str, dict] = field(default_factory=dict)  # scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl

@@ -4,7 +4,6 @@ The switches of the objective are in grpo.py. `settle` fills in what no flag say
 """
 from dataclasses import dataclass, replace
 
-from engine.device import DEVICE
 from util import flag
 
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
@@ -135,7 +134,7 @@ def opening(config, rlm_config, plan) -> str:
     if config.updates > 1:
         falls = "several updates per batch: a fall of the reward is not taken back\n"
     return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}\n"
-            f"{falls}the defaults of a model {kind}, in {precision} on {DEVICE}; "
+            f"{falls}the defaults of a model {kind}, in {precision} on {plan.device}; "
             f"{rlm_config.style} prompts; trees of at most {rlm_config.max_nodes} nodes, "
             f"{rlm_config.max_turns} turns each")
 
