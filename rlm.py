@@ -297,8 +297,7 @@ class _Tree:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        texts = [*node.example, *(turn.text for turn in node.turns)]
-        used = len(node.ids) or sum(map(about, texts))
+        used = len(node.ids) or sum(about(turn.text) for turn in node.said)
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:

@@ -154,7 +154,7 @@ def train(config: Config, world: World) -> None:
     print(settings.opening(config, rlm_config, plan), settings.room(root, rlm_config),
           sep="\n")
     if config.plan:
-        prompt = [f"--- {role}\n{text}" for role, text in root.said]
+        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
         print(questions.described(), *prompt, sep="\n")
         return
     print(f"what is interrupted continues with: {resuming(config, world)}")

@@ -136,11 +136,10 @@ class Node:
         return sum(self.mask)
 
     @property
-    def said(self) -> list[tuple[str, str]]:
-        """All texts with their roles; the example conversation is behind the system's."""
-        said = [(turn.role, turn.text) for turn in self.turns]
-        said[1:1] = zip(("user", "assistant") * len(self.example), self.example)
-        return said
+    def said(self) -> list[Turn]:
+        """All turns; those of the example conversation are behind the system's."""
+        shown = map(Turn, ("user", "assistant") * len(self.example), self.example)
+        return [*self.turns[:1], *shown, *self.turns[1:]]
 
     def walk(self) -> Iterator["Node"]:
         """This node and all below it, parents before their children."""

@@ -34,8 +34,9 @@ class API:
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
         # What a model wrote may hold broken Unicode, which no request can.
-        messages = [{"role": role, "content": text.encode("utf-8", "replace").decode()}
-                    for role, text in node.said]
+        messages = [{"role": turn.role,
+                     "content": turn.text.encode("utf-8", "replace").decode()}
+                    for turn in node.said]
         limit = self.limit
         try:
             async with openai.AsyncOpenAI(**self.server) as client:

@@ -153,7 +153,7 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
     config = rlm.load_config(str(short_run / "warmup"))
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     root = rlm.opened(questions.draw("grpo", 0), tokenizer, config)
-    assert f"takes {len(root.ids):,} of them" in out and root.said[-1][1] in out
+    assert f"takes {len(root.ids):,} of them" in out and root.said[-1].text in out
     assert f"{len(questions.rows)} questions to train on" in out
     assert "gold answers score 1.000, the worst 1.000" in out
 

@@ -143,17 +143,13 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
 
     def pack_node(node: Node) -> dict:
         name = ".".join(map(str, node.path))
+        seen = node.turns if node.path else node.said  # each child is shown the same
         return {
             "name": f"{node.kind} {name}" if name else "root", "end": node.end,
             "n": node.sampled + node.counted, "errors": len(node.errors),
             "adv": finite(advantages.get(node)), "answer": shown(node.answer),
             "children": [place[child] for child in node.children],
-            "turns": [pack_turn(turn) for turn in [*example(node), *node.turns]]}
-
-    def example(node: Node) -> list[Turn]:
-        """What a root was shown. A child's is left out: the page would repeat it."""
-        roles = ("user", "assistant") * len(node.example)
-        return [] if node.path else [Turn(*said) for said in zip(roles, node.example)]
+            "turns": [pack_turn(turn) for turn in seen]}
 
     return {
         "name": label, "query": shown(rollout.task.query), "failed": shown(rollout.failed),

@@ -37,9 +37,6 @@ REPORT_SECONDS = 60.0  # between report pages, each of which takes about one sec
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout sandbox".split()
 
-# The scores in result.json; None where a task has one length.
-HELDOUT = ("heldout_warmup", "heldout_final", "heldout_best", "heldout_4x", "heldout_16x")
-
 
 @dataclass
 class State:
@@ -253,8 +250,7 @@ class Run:
         self.report()
         if self.world.rank == 0:
             rows = self.state.results
-            scores = {name: rows[name]["score"] if name in rows else None
-                      for name in HELDOUT}
+            scores = {name: row["score"] for name, row in rows.items()}
             write_json(self.path("result.json"), {
                 "seed": self.config.seed, "credit": self.config.credit, **scores,
                 "heldout_n": rows["heldout_final"]["n"],
