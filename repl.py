@@ -64,7 +64,8 @@ class REPL:
     """A Python namespace in a separate process, which starts with the first block.
 
     `context` is any JSON value, `question` what the node was asked: code may change it.
-    `tools` is Python source that runs first; its names become builtins. All open REPLs have the same `limits.sandbox`: another one ends them.
+    `tools` is Python source that runs first; its names become builtins. All open REPLs have
+    the same `limits.sandbox`: another one ends them.
     """
 
     def __init__(self, context: Any, tools: str = "", limits: Limits = Limits(),

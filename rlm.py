@@ -168,7 +168,8 @@ async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
 
     If the machine loses the tree, another is grown with the same key: a killed REPL server
     loses all trees. If that is lost too, if the question is refused, or if there is no
-    score, `failed` says why and the reward is 0. Such trees stay out of means and baselines."""
+    score, `failed` says why and the reward is 0. Such trees stay out of means and
+    baselines."""
     task = job.task
     for _ in range(2):
         try:

@@ -112,9 +112,8 @@ def question(id: str, kind: str, made: Any) -> Task:
         case (str() as query, str() | list() | dict() as context, gold):
             return Task(id, kind, query, context, gold)
     size = f" of {len(made)}" if isinstance(made, tuple) else ""
-    raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query: str, context: "
-                     "str | list | dict, gold)")
-
+    raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query, context, "
+                     "gold); a query is a str, a context a str, a list or a dict")
 
 
 def reward(task: Task, answer: Any) -> float:

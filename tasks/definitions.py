@@ -20,14 +20,14 @@ from tasks.text import ALONE, Example, how_many, pick, strings_in
 
 STRATEGY = """\
 The context is a list of pages of a dictionary. No definition names its class: searching \
-with code finds little. Give each page to a child, and answer with the list of their lists. \
-The classes are act, animal, artifact, attribute, body, communication, food, group, person, \
-plant, state and substance."""
+with code finds little. Give each page to a child, and answer with the list of their \
+lists. The classes are act, animal, artifact, attribute, body, communication, food, \
+group, person, plant, state and substance."""
 READING = """\
-The context is a page of a dictionary, with lines "word: definition". Print it. Then answer \
-with the list of those words that have the class in question, [] if there are none. The \
-classes are act, animal, artifact, attribute, body, communication, food, group, person, \
-plant, state and substance."""
+The context is a page of a dictionary, with lines "word: definition". Print it. Then \
+answer with the list of those words that have the class in question, [] if there are \
+none. The classes are act, animal, artifact, attribute, body, communication, food, group, \
+person, plant, state and substance."""
 PEOPLE = """\
 Ada: keeps bees on a farm near Oslo and sells honey
 Tom: plays the violin at weddings and in a cafe

@@ -16,8 +16,8 @@ from tasks.in_repl import block, word_of
 from tasks.text import how_many, pick
 
 STRATEGY = """\
-The context is a dict {name of a note: its words}. Find the notes from the place with code: \
-it is in their names. Let a child read each of them. Join names and answers."""
+The context is a dict {name of a note: its words}. Find the notes from the place with \
+code: it is in their names. Let a child read each of them. Join names and answers."""
 
 WORDS = {
     "animals": "otter heron badger falcon lizard beetle donkey turtle rabbit spider "
@@ -84,8 +84,9 @@ def make(rng, tokens=None, heldout=False):
 
 def in_words(query):
     place = re.search('"(.*)"', query)[1]
-    return (f'What are the notes from "{place}" about: animals, plants, tools or foods? One '
-            "word of a note tells. Answer with a dict {name of the note: one of these four}.")
+    return (f'What are the notes from "{place}" about: animals, plants, tools or foods? '
+            "One word of a note tells. Answer with a dict {name of the note: one of these "
+            "four}.")
 
 
 def score(task, answer):

@@ -84,13 +84,14 @@ class Questions:
                              for share in (0.05, 0.5, 0.95))
         lines = [f"{len(self.rows) or 'generated'} questions to train on, "
                  f"{len(self.validation)} for validation, {len(self.heldout)} held out",
-                 f"contexts of about {middle:,} tokens: 5 % under {low:,}, 5 % over {high:,}, "
-                 f"the longest {sizes[-1]:,}"]
+                 f"contexts of about {middle:,} tokens: 5 % under {low:,}, 5 % over "
+                 f"{high:,}, the longest {sizes[-1]:,}"]
         if hasattr(self.kind, "score"):
             right = getattr(self.kind, "right_answer", lambda task: task.answer)
             scores = [tasks.reward(task, right(task)) for task in asked]
             if not all(isinstance(score, (int, float)) for score in scores):
-                raise ValueError(f"{self.name}: score gives {scores[0]!r} for a right answer")
+                raise ValueError(
+                    f"{self.name}: score gives {scores[0]!r} for a right answer")
             lines.append(f"gold answers score {statistics.fmean(scores):.3f}, the worst "
                          f"{min(scores):.3f}")
         return "\n".join(lines)

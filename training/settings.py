@@ -151,8 +151,8 @@ def room(root, limits) -> str:
     node = limits.max_turns * limits.turn_tokens
     if node > window - used:
         node = window - used
-        lines.append(f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens do not fit "
-                     "into the rest of it")
+        lines.append(f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens do not "
+                     "fit into the rest of it")
     if limits.tree_tokens < limits.max_nodes * node:
         lines.append(f"tree_tokens of {limits.tree_tokens:,} end a tree before "
                      f"{limits.max_nodes} nodes have sampled {node:,} tokens each")
