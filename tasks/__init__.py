@@ -17,7 +17,7 @@ A kind is a module with two functions:
 and, if it likes, with some of these:
 
     STRATEGY        for the full prompt of nodes that delegate: how to go about it
-    READING         the same for nodes that do not
+    READING         the same for children that read
     PROMPT          the system message, in place of rlm.FULL and with its fields
     EXAMPLE         a text.Example, in place of rlm.EXAMPLE
     in_words(query) -> str                      a generated question, for full prompts

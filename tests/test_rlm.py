@@ -10,7 +10,7 @@ import pytest
 import rlm
 import tasks
 from conftest import command
-from repl import BUILTINS, Limits, REPLError
+from repl import Limits, REPLError
 from rlm import RLMConfig, opening, parse, rollout
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
