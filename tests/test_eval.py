@@ -131,7 +131,7 @@ def test_the_line_of_training_has_the_tasks_own_score(capsys):
     run = SimpleNamespace(config=SimpleNamespace(seed=0), rlm_config=rlm.RLMConfig(),
                           state=State(), log=lambda row: None)
     evaluation.evaluate(run, lambda *_: [rollout], "validation", [task])
-    assert "now: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
+    assert "validation: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
 
 
 # --- files of --out -----------------------------------------------------------------------
