@@ -2,16 +2,18 @@
 
 A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
 (also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
-on every query and key head before the rotation. Parameters have the names of the Hugging
-Face checkpoints, so a trained model loads in transformers or vLLM.
+on every query and key head before the rotation. Qwen3.5 is a hybrid: three of four layers
+are a gated delta net in place of attention (engine/delta.py); the fourth has an output gate,
+and rotates a quarter of each head. Parameters have the names of the Hugging Face
+checkpoints, so a trained model loads in transformers or vLLM.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
 checkpoints; engine/hf.py refuses them by name. Tried and failed: float16, whose update is
 slower than float32 on a CPU; TinyLoRA with 13 numbers, which learned nothing.
 
 Sources: Llama (arXiv 2302.13971), Qwen2 and Qwen3 (2407.10671, 2505.09388), RoPE
-(2104.09864), GQA (2305.13245), SwiGLU (2002.05202), LoRA (2106.09685), LoRA Without
-Regret (Thinking Machines, 2025).
+(2104.09864), GQA (2305.13245), SwiGLU (2002.05202), Gated DeltaNet (2412.06464), Qwen3.5
+(qwen3_5 in transformers), LoRA (2106.09685), LoRA Without Regret (Thinking Machines, 2025).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head_dim, M width of
 the MLP, V vocabulary, N sampled tokens of a batch, R rank.
@@ -27,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import hf
-from engine.attention import PackedRows, gather, linear_float32
-from engine.device import DEVICE, compute_dtype
+from engine.attention import PackedRows, Rows, gather, linear_float32
+from engine.device import DEVICE, compute_dtype, wide
 from engine.parallel import full_tensor, local_share
 from util import write_json
 
@@ -52,6 +54,14 @@ class Qwen3Config:
     tie_word_embeddings: bool = True
     model_type: str = "qwen3"
     hidden_act: str = "silu"
+    # Of hybrids.
+    layer_types: list[str] | None = None
+    partial_rotary_factor: float | None = None
+    linear_conv_kernel_dim: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
 
     @classmethod
     def read(cls, path: str) -> "Qwen3Config":
@@ -59,20 +69,55 @@ class Qwen3Config:
         raw = hf.read_config(path)
         return cls(**{name: raw[name] for name in cls.__dataclass_fields__ if name in raw})
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer: is it a delta net?"""
+        types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        return [kind == "linear_attention" for kind in types]
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * (self.partial_rotary_factor or 1))
+
 
 # --- the decoder --------------------------------------------------------------------------
 
 class Block(nn.Module):
+    """`rows` says how tokens see each other: engine.attention.Rows has its methods."""
+
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        D, kinds = config.hidden_size, config.is_linear
+        number = kinds[:layer].count(kinds[layer])  # among the layers of its kind
+        self.is_linear = kinds[layer]
+        self.input_layernorm = norm(config, D)
+        if self.is_linear:
+            self.linear_attn = DeltaNet(config, number)
+        else:
+            self.self_attn = Attention(config, number)
+        self.post_attention_layernorm = norm(config, D)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope, attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, attend)  # B T D
+    def forward(self, x: Tensor, rope, rows) -> Tensor:
+        mixer = self.linear_attn if self.is_linear else self.self_attn
+        x = x + mixer(self.input_layernorm(x), rope, rows)  # B T D
         return x + self.mlp(self.post_attention_layernorm(x))  # B T D
+
+
+def norm(config: Qwen3Config, size: int) -> nn.RMSNorm:
+    hybrid = config.model_type == "qwen3_5_text"
+    return (OffsetNorm if hybrid else nn.RMSNorm)(size, config.rms_norm_eps)
+
+
+class OffsetNorm(nn.RMSNorm):
+    """An RMSNorm that stores its weight minus 1."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + wide(self.weight)  # bfloat16 would round it
+        return F.rms_norm(wide(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -82,26 +127,66 @@ class Attention(nn.Module):
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.layer, self.head_dim = layer, E
         bias = config.model_type == "qwen2"
-        self.q_proj = Linear(D, H * E, bias)
+        self.gated = config.model_type == "qwen3_5_text"
+        self.q_proj = Linear(D, (1 + self.gated) * H * E, bias)
         self.k_proj = Linear(D, K * E, bias)
         self.v_proj = Linear(D, K * E, bias)
         self.o_proj = Linear(H * E, D)
         self.q_norm = self.k_norm = nn.Identity()
-        if config.model_type == "qwen3":
-            self.q_norm = nn.RMSNorm(E, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(E, config.rms_norm_eps)
+        if config.model_type in ("qwen3", "qwen3_5_text"):
+            self.q_norm, self.k_norm = norm(config, E), norm(config, E)
 
-    def forward(self, x: Tensor, rope, attend) -> Tensor:
+    def forward(self, x: Tensor, rope, rows) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # B T H E, or B T K E
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope)  # B T H E
+        q = self.q_proj(x)
+        if self.gated:
+            q, gate = q.unflatten(2, (-1, 2, self.head_dim)).unbind(3)  # B T H E each
+        q = rotate(self.q_norm(q.view(heads)), rope)  # B T H E
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope)  # B T K E
         v = self.v_proj(x).view(heads)  # B T K E
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # B H T E, B K T E, B K T E
-        if attend is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            out = attend(self.layer, q, k, v)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # B H T E -> B T D
+        out = rows.attend(self.layer, q, k, v).transpose(1, 2)  # B T H E
+        if self.gated:
+            out = out * gate.sigmoid()
+        return self.o_proj(out.flatten(2))  # B T D
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net: q, k and v come from a short causal convolution. How much each
+    token forgets and writes depends on its input."""
+
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__()
+        D, self.layer = config.hidden_size, layer
+        H, self.value_dim = config.linear_num_value_heads, config.linear_value_head_dim
+        self.keys = config.linear_num_key_heads, config.linear_key_head_dim
+        values, keys = H * self.value_dim, self.keys[0] * self.keys[1]
+        channels = 2 * keys + values
+        self.sizes = keys, keys, values
+        self.in_proj_qkv = Linear(D, channels)
+        self.in_proj_z = Linear(D, values)
+        self.in_proj_b = nn.Linear(D, H, bias=False)
+        self.in_proj_a = nn.Linear(D, H, bias=False)
+        self.conv1d = nn.Conv1d(
+            channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(H))
+        self.A_log = nn.Parameter(torch.empty(H).uniform_(0.01, 16).log_())
+        self.norm = nn.RMSNorm(self.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, D)
+
+    def forward(self, x: Tensor, rope, rows) -> Tensor:
+        qkv = rows.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)
+        q, k, v = F.silu(qkv).split(self.sizes, -1)
+        q, k = q.unflatten(2, self.keys), k.unflatten(2, self.keys)  # B T heads dimension
+        v = v.unflatten(2, (-1, self.value_dim))  # B T heads dimension
+        rate, bias, a = map(wide, (self.A_log, self.dt_bias, self.in_proj_a(x)))
+        decay = -rate.exp() * F.softplus(a + bias)  # B T heads
+        strength = self.in_proj_b(x).sigmoid()  # B T heads
+        out = rows.recur(self.layer, q, k, v, decay, strength)  # B T heads dimension
+
+        gate = F.silu(wide(self.in_proj_z(x))).view(out.shape)
+        out = (self.norm(out) * gate).to(x.dtype)
+        return self.out_proj(out.flatten(2))  # B T D
 
 
 class MLP(nn.Module):
@@ -116,22 +201,25 @@ class MLP(nn.Module):
         return self.down_proj(gated)  # B T D
 
 
-def rotation(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
-    """cos and sin of the rotary angles, each (B, T, 1, E), for `rotate`.
+def rotation(positions_BT: Tensor, size: int, theta: float, dtype: torch.dtype):
+    """cos and sin of the rotary angles, each (B, T, 1, size), for `rotate`.
 
-    The numbers i and i + E/2 of a head are a point in the plane. It turns by the angle
-    position * theta^(-2i/E). Angles are float32, because positions reach 262,144."""
-    i = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32)
-    angles = positions_BT[..., None].float() * theta ** (-i / head_dim)  # B T E/2
+    The first `size` numbers of a head turn: i and i + size/2 are a point in the plane, that
+    turns by position * theta^(-2i/size). Angles are float32: positions reach 262,144."""
+    i = torch.arange(0, size, 2, device=positions_BT.device, dtype=torch.float32)
+    angles = positions_BT[..., None].float() * theta ** (-i / size)  # B T size/2
     cos, sin = angles.cos(), angles.sin()
-    cos = torch.cat((cos, cos), -1)[:, :, None]  # B T 1 E
-    sin = torch.cat((-sin, sin), -1)[:, :, None]  # B T 1 E
+    cos = torch.cat((cos, cos), -1)[:, :, None]  # B T 1 size
+    sin = torch.cat((-sin, sin), -1)[:, :, None]  # B T 1 size
     return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, rope) -> Tensor:
     cos, sin = rope
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # B T H E
+    size = cos.shape[-1]
+    turning = x[..., :size]
+    turned = turning * cos + turning.roll(size // 2, -1) * sin  # B T H size
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
 
 
 class Embedding(nn.Embedding):
@@ -141,7 +229,7 @@ class Embedding(nn.Embedding):
 
 
 class Qwen3(nn.Module):
-    """Logits from ids: a Qwen3, Qwen2 or Llama, by config.model_type."""
+    """Logits from ids: a Qwen3.5, Qwen3, Qwen2 or Llama, by config.model_type."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -152,7 +240,7 @@ class Qwen3(nn.Module):
             "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(
                 Block(config, i) for i in range(config.num_hidden_layers)),
-            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+            "norm": norm(config, config.hidden_size),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -163,21 +251,23 @@ class Qwen3(nn.Module):
             self.lm_head.weight = self.model["embed_tokens"].weight
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
-               attend: Callable | None = None) -> Tensor:
+               rows: Rows | None = None) -> Tensor:
         """(B, T) ids -> (B, T, D) final states.
 
-        Positions count from 0 unless given. `attend(layer, q, k, v)` replaces causal
-        attention: q and its result are (B, H, T, E), k and v (B, K, T, E)."""
+        Positions count from 0 unless given. `rows` says how tokens see each other: by
+        default they are B rows. Anything with the methods of Rows will do."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        rows = rows or Rows(ids_BT)
         x = self.model["embed_tokens"](ids_BT)  # B T D
-        rope = rotation(positions_BT, self.config.head_dim, self.config.rope_theta, x.dtype)
+        c = self.config
+        rope = rotation(positions_BT, c.rotary_dim, c.rope_theta, x.dtype)
         for block in self.model["layers"]:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, attend, use_reentrant=False,
+                x = checkpoint(block, x, rope, rows, use_reentrant=False,
                                preserve_rng_state=False)  # B T D
             else:
-                x = block(x, rope, attend)  # B T D
+                x = block(x, rope, rows)  # B T D
         return self.model["norm"](x)  # B T D
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -198,7 +288,7 @@ class Qwen3(nn.Module):
         else:
             rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
             ids_BC = ids_BT[:, rows.computed]  # B T -> B C, each common prefix once
-            x_BCD = self.hidden(ids_BC, rows.positions[None], rows.attend)
+            x_BCD = self.hidden(ids_BC, rows.positions[None], rows)
             x_ND = gather(x_BCD[0], rows.states[:-1][wanted[0]])  # C D -> N D
         target_N = ids_BT[:, 1:][wanted]  # B T -> N
         chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))

@@ -41,6 +41,7 @@ import torch
 
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
+from engine.states import Snapshots
 from model import Qwen3
 from tree import Completion, Lost
 
@@ -74,6 +75,8 @@ class Request:
     arrival: int = 0  # its number in order of arrival
     computed: int = 0  # how many of ids have their keys and values in its pages
     pages: list[Page] = field(default_factory=list)  # its page table
+    slot: int = 0  # of its delta nets' states
+    marks: set[int] = field(default_factory=set)  # after so many tokens they are kept
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
     logprobs: list[float] = field(default_factory=list)
 
@@ -101,7 +104,7 @@ class Sampler:
         memory = memory or spare_bytes(self.model, self.window, batch)
         self.attention = attention_for(self.model, memory, self.window, batch, page)
         self.pool = self.attention.pool
-        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
+        self._forget()
         self.waiting: list[Request] = []  # both in order of arrival
         self.running: list[Request] = []
         self.engine: asyncio.Task | None = None
@@ -115,7 +118,11 @@ class Sampler:
                 for mine, (_, new) in zip(self.model.parameters(), model.merged(),
                                           strict=True):
                     mine.copy_(new)
-        self.pages = Pages(self.pages.count, self.pages.size)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
+        self.states = Snapshots(self.attention.slots, self.pages)
 
     async def generate(self, ids: list[int], max_tokens: int, temperature: float = 1.0,
                        stop=(), is_over: Callable = lambda ids: False,
@@ -170,7 +177,7 @@ class Sampler:
                 self.pool[:, :, page.index] = 0  # masks do not hide NaN from the next user
             lost = self.waiting + self.running
             self.waiting, self.running = [], []
-            self.pages = Pages(self.pages.count, self.pages.size)
+            self._forget()
             self.attention.reset()
             for request in lost:
                 if not request.done.done():
@@ -190,6 +197,7 @@ class Sampler:
             sampling, logits_BV = self.attention.forward(step)
             for request, n in step:
                 self.pages.advance(request, n)
+                self.states.advanced(request)
             if sampling:
                 tokens, logprobs = sample(logits_BV, sampling)
                 if not np.isfinite(logprobs).all():
@@ -204,12 +212,14 @@ class Sampler:
         for request in list(self.waiting):
             if len(self.running) == self.batch:
                 return
-            shared, partial, cached = self.pages.match(request)
-            if self._must_wait(request, cached):
+            pages, cached = self.pages.match(request)
+            n, slot = self.states.match(request, cached)
+            if self._must_wait(request, n):
                 continue
-            if not self._fits(request, shared):
+            if not self._fits(request, pages[:n // self.pages.size]):
                 return  # nobody overtakes it
-            self._start(request, shared, partial, cached)
+            self.states.start(request, n, slot, cached)
+            self._start(request, pages, n)
 
     def _must_wait(self, request: Request, cached: int) -> bool:
         """Does a running request compute more of this prefix right now than is cached?"""
@@ -217,8 +227,9 @@ class Sampler:
         in_prompt = [r for r in self.running if len(r.ids) - r.computed > 1]
         # Compare one token first: it rarely agrees, and prefixes are long.
         likely = [r for r in in_prompt if r.ids[cached:end] == request.ids[cached:end]]
-        return end < len(request.ids) and any(r.ids[:end] == request.ids[:end]
-                                              for r in likely)
+        return end < len(request.ids) and any(
+            r.ids[:end] == request.ids[:end] and self.states.is_coming(r, request, cached)
+            for r in likely)
 
     def _fits(self, request: Request, shared: list[Page]) -> bool:
         """Are there pages for all its tokens? Running requests come first: with pages for
@@ -229,21 +240,23 @@ class Sampler:
         unused = sum(page.users == 0 for page in shared)  # these will not be available
         return need <= self.pages.available() - unused
 
-    def _start(self, request: Request, shared: list[Page], partial, cached: int) -> None:
-        """Take the shared pages, copy the partial one, and run."""
-        for page in shared:
+    def _start(self, request: Request, pages: list[Page], n: int) -> None:
+        """Take what the pages hold of its first n tokens, and run. Full pages are shared,
+        of one that is not the tokens are copied."""
+        full, rest = divmod(n, self.pages.size)
+        request.pages = pages[:full]
+        for page in request.pages:
             self.pages.acquire(page)
-        request.pages = shared
-        request.computed = len(shared) * self.pages.size
-        if partial is not None:
-            n = cached - request.computed
-            # If no other page is left this is the partial one itself, with its content.
+        request.computed = full * self.pages.size
+        if rest:
+            source = pages[full].index
+            # If no other page is left this is the source itself, with its content.
             target = self.pages.new(request).index
-            self.pool[:, :, target, :n] = self.pool[:, :, partial.index, :n]
-            self.pages.advance(request, n)
+            self.pool[:, :, target, :rest] = self.pool[:, :, source, :rest]
+            self.pages.advance(request, rest)
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.arrival)
-        self.stats["reused"] += cached
+        self.stats["reused"] += n
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """(request, n): it computes its next n tokens, and has pages for them. A request
@@ -252,7 +265,7 @@ class Sampler:
         while len(step) < len(self.running):
             request = self.running[len(step)]
             missing = len(request.ids) - request.computed
-            n = 1 if missing == 1 else min(missing, budget)
+            n = 1 if missing == 1 else self.states.most(request, min(missing, budget))
             if n == 0 or not self._extend(request, n):
                 break
             step.append((request, n))
@@ -290,6 +303,7 @@ class Sampler:
     def _remove(self, request: Request) -> None:
         """It runs no longer; its pages stay as a cache."""
         self.running.remove(request)
+        self.states.stop(request)
         for page in reversed(request.pages):  # what follows a prefix is evicted before it
             self.pages.release(page)
         request.pages, request.computed = [], 0
@@ -353,10 +367,10 @@ class Pages:
             request.hashes.append(hashed.digest())
         return request.hashes[count]
 
-    def match(self, request: Request) -> tuple[list[Page], Page | None, int]:
-        """The cached prefix of a request: full pages, a page that agrees with some tokens
-        after these, and the number of tokens. The last token is never in it, because its
-        logits are needed. These pages are then the most recently used."""
+    def match(self, request: Request) -> tuple[list[Page], int]:
+        """The cached prefix of a request: full pages, perhaps one that agrees with some
+        tokens after these, and the number of tokens. The last token is never in it, because
+        its logits are needed. These pages are then the most recently used."""
         pages, last = [], len(request.ids) - 1
         while (len(pages) + 1) * self.size <= last:
             page = self.full.get(self.hash(request, len(pages) + 1))
@@ -364,17 +378,18 @@ class Pages:
                 break
             pages.append(page)
         start = n = len(pages) * self.size
-        partial, hashed = None, self.hash(request, len(pages))
+        partial, hashed = [], self.hash(request, len(pages))
         for token in request.ids[start:min(start + self.size, last)]:
             hashed = hash((hashed, token))
             if hashed not in self.alike:
                 break
-            partial, n = next(iter(self.alike[hashed])), n + 1
+            partial, n = [next(iter(self.alike[hashed]))], n + 1
 
-        for page in [partial, *reversed(pages)]:
-            if page is not None and page.index in self.unused:
+        pages += partial
+        for page in reversed(pages):
+            if page.index in self.unused:
                 self.unused[page.index] = self.unused.pop(page.index)
-        return pages, partial, n
+        return pages, n
 
     def new(self, request: Request) -> Page:
         """One more page for the request; one must be available."""

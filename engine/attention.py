@@ -1,18 +1,22 @@
-"""Attention over the packed rows of an update. Each row sees only itself, and a common
-prefix is computed once. engine/pages.py has the attention of the sampler.
+"""How the tokens of a forward pass see each other: equal rows, or the packed rows of an
+update, where a common prefix is computed once. engine/pages.py has it for the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
-computed, S that are seen.
+computed, S that are seen. Of linear layers, see engine/delta.py.
 """
 import contextlib
 import inspect
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from engine.delta import Runs, convolve, rule, taps
+from engine.device import wide
 from engine.packing import by_prefix
 
 varlen_attn = None
@@ -27,7 +31,47 @@ if torch.cuda.is_available():  # only there is it used, and it takes a second to
 UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
 
 
-class PackedRows:
+class Rows:
+    """B rows of T tokens. What every layer of the model calls, by its kind: `attend`, or
+    `convolve` and `recur`."""
+
+    def __init__(self, ids_BT: Tensor):
+        B, T = ids_BT.shape
+        self.device = ids_BT.device
+        self.before = np.arange(B * T) - 1  # the token that each follows, or -1
+        self.before[::T] = -1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q and the result (B, H, T, E), k and v (B, K, T, E)."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    @cached_property
+    def runs(self) -> Runs:
+        return Runs(self.before, self.device)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """x and the result (B, T, channels), weight (channels, 1, width)."""
+        count = len(self.before)
+        flat = F.pad(x.flatten(0, 1), (0, 0, 0, 1))  # its last row is before the first token
+        before = np.append(np.where(self.before < 0, count, self.before), count)
+        index = torch.as_tensor(taps(before, count, weight.shape[2]), device=x.device)
+        return again(convolve, flat, index, weight).view(x.shape)
+
+    def recur(self, layer: int, *inputs: Tensor) -> Tensor:
+        """q, k, v (B, T, heads, dimension) and decay, strength (B, T, heads): as v."""
+        flat = [x.flatten(0, 1) for x in inputs]
+        return again(rule, *flat, self.runs)[0].view(inputs[2].shape)
+
+
+def again(function, *inputs):
+    """Call it; the backward pass calls it once more, as it keeps much more than it is
+    given."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class PackedRows(Rows):
     """Rows of these lengths, one after another in `ids`. Each sees only itself.
 
     A token has the same hidden state in all rows that are equal up to it. It is computed in
@@ -42,13 +86,14 @@ class PackedRows:
         ends = list(accumulate(lengths))
         rows = [ids[end - length:end] for length, end in zip(lengths, ends)]
         states = np.zeros(len(ids), np.int64)
-        computed, positions, keys = [], [], []
+        computed, positions, keys, before = [], [], [], []
         counts = []  # of each row with tokens to compute: how many, and how many in all
         row = np.zeros(0, np.int64)  # states of the row before
         for i, shared in zip(*by_prefix(rows)):
             begin, end = ends[i] - lengths[i], ends[i]
             new = np.arange(begin + shared, end)
             row = np.append(row[:shared], np.arange(len(new)) + len(computed))
+            before += [-1, *row][shared:len(row)]
             states[begin:end] = row
             computed += new.tolist()
             positions += (new - begin).tolist()
@@ -59,6 +104,7 @@ class PackedRows:
         def tensor(values) -> Tensor:
             return torch.as_tensor(values, device=device)
 
+        self.device, self.before = device, np.array(before)
         self.computed, self.positions = tensor(computed), tensor(positions)
         self.states = tensor(states)
         # If nothing is shared, the keys of the rows are those that are computed.
@@ -97,14 +143,15 @@ def lower_right(n: int, all: int, device) -> Tensor:
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x (C, ...) by index. In float32, so that their gradients are summed in it."""
-    return x.float().index_select(0, index).to(x.dtype)
+    return wide(x).index_select(0, index).to(x.dtype)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """A row's last n tokens (n, H, E) attend to all T (T, K, E): (1, H, n, E)."""
     dtype = q.dtype
     if not q.is_cuda:  # there 16 bits take up to five times as long (measured)
-        q, k, v = q.float(), k.float(), v.float()
+        q, k, v = wide(q), wide(k), wide(v)
+        mask = None if mask is None else mask.to(q.dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True).to(dtype)
@@ -115,4 +162,4 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     0.06 in bfloat16."""
     if x.dtype != torch.float32 and x.is_cuda:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
+    return F.linear(wide(x), wide(weight))

@@ -25,7 +25,14 @@ FAMILIES = {  # model_type -> its class in transformers
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
+LAYERS = ("full_attention", "linear_attention")  # the second in hybrids only
+LINEAR = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
+          "linear_key_head_dim", "linear_value_head_dim")
+# A Qwen3.5 that also sees: of its checkpoint the decoder is read.
+WRAPPED, WRAPPER = "model.language_model.", "model."
+UNREAD = ("model.visual.", "mtp.")
 ONLY = {  # what the decoder does in one way
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -33,7 +40,6 @@ ONLY = {  # what the decoder does in one way
     "mlp_bias": False,
     "quantization_config": None,
 }
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 # --- config.json --------------------------------------------------------------------------
@@ -41,23 +47,34 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def read_config(path: str) -> dict[str, Any]:
     """The fields of config.json; a null is left out. Raises FileNotFoundError, or
     ValueError with one line that names the file and the field."""
-    raw = {field: value for field, value in read_json(path).items() if value is not None}
+    raw = read_json(path)
+    if "text_config" in raw:
+        tied = raw.get("tie_word_embeddings")
+        raw = {"tie_word_embeddings": tied, **raw["text_config"]}
+    raw = {field: value for field, value in raw.items() if value is not None}
     refused = [field for field, only in ONLY.items() if raw.get(field, only) != only]
     if raw.get("model_type") not in FAMILIES:
         refused.append("model_type")
-    if set(raw.get("layer_types", ())) - {"full_attention"}:
+    hybrid = raw.get("model_type") == "qwen3_5_text"
+    if hybrid and "layer_types" not in raw:
+        every = raw.get("full_attention_interval", 4)
+        raw["layer_types"] = ["linear_attention" if i % every else "full_attention"
+                              for i in range(1, raw.get("num_hidden_layers", 0) + 1)]
+    kinds = set(raw.get("layer_types", ["full_attention"]))
+    if "full_attention" not in kinds or kinds - set(LAYERS[:1 + hybrid]):
         refused.append("layer_types")
     for field in ("rope_scaling", "rope_parameters"):
         rope = raw.get(field, {})
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             refused.append(field)
-        if "rope_theta" in rope:  # newer versions of transformers read it here
-            raw["rope_theta"] = rope["rope_theta"]
+        # Newer versions of transformers read these here.
+        raw |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")
+                if name in rope}
     if refused:
         found = ", ".join(f"{field} {raw.get(field)!r:.80}" for field in refused)
         raise ValueError(f"{path}: not supported: {found}")
 
-    missing = [field for field in NUMBERS if not raw.get(field)]
+    missing = [field for field in NUMBERS + LINEAR * hybrid if not raw.get(field)]
     if missing:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -67,9 +84,10 @@ def read_config(path: str) -> dict[str, Any]:
 
 def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
     """What config.json holds: model.py's config, and `dtype` of the weights beside it."""
+    fields = {name: value for name, value in asdict(config).items() if value is not None}
     return {
         "architectures": [FAMILIES[config.model_type]],
-        **asdict(config),
+        **fields,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -111,7 +129,7 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
         "base_model_name_or_path": os.path.abspath(base),
         "r": model.rank,
         "lora_alpha": model.alpha,
-        "target_modules": list(ADAPTED),
+        "target_modules": sorted({name.split(".")[-1] for name, _ in model.adapted()}),
     })
 
 
@@ -141,8 +159,11 @@ def read_tensors(files: list[str],
     found = set()
     for file in files:
         with _open(file) as tensors:
-            for name in tensors.keys():
-                header = tensors.get_slice(name)
+            for stored_as in tensors.keys():
+                name = stored_as.replace(WRAPPED, WRAPPER)
+                if name.startswith(UNREAD):
+                    continue
+                header = tensors.get_slice(stored_as)
                 shape, stored = tuple(header.get_shape()), header.get_dtype()
                 want = tuple(wanted[name].shape) if name in wanted else None
                 # A checkpoint may hold the head beside the embedding that it is tied to.
@@ -160,9 +181,10 @@ def read_tensors(files: list[str],
 
     for file in files:
         with _open(file) as tensors:
-            for name in tensors.keys():
+            for stored_as in tensors.keys():
+                name = stored_as.replace(WRAPPED, WRAPPER)
                 if name in wanted:
-                    yield name, tensors.get_tensor(name)
+                    yield name, tensors.get_tensor(stored_as)
 
 
 def _save(tensors: dict[str, Tensor], path: str, name: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
 from engine.device import free_bytes
+from engine.states import PER_WINDOW, Slots, StepRows, state_bytes, zeros
 
 decode = None
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -42,11 +43,16 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
 
     FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim
-    problem = ""
+    problem, slots = "", None
+    state = state_bytes(model.config, weight.itemsize)
+    if state:
+        whole = window * token_bytes(model) + PER_WINDOW * state
+        slots = Slots(model, max(batch + 1, PER_WINDOW * memory // whole))
+        memory -= slots.count * state
     if can_flash(weight, head_dim):
         try:
             pool = new_pool(model, memory, page or FlashPages.page)
-            attention = FlashPages(model, pool, window, batch)
+            attention = FlashPages(model, pool, slots, window, batch)
             check(attention, window, batch)
             return attention
         except Exception as error:  # no kernel was compiled on this card before
@@ -56,7 +62,7 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
     pool = new_pool(model, memory, page or GatheredRows.page)
-    return GatheredRows(model, pool, window, batch)
+    return GatheredRows(model, pool, slots, window)
 
 
 def can_flash(weight: Tensor, head_dim: int) -> bool:
@@ -76,7 +82,7 @@ def check(attention, window: int, batch: int) -> None:
     for first in (1, 1 + half)[:batch]:
         ids = [(first + i * i) % model.config.vocab_size for i in range(length)]
         pages = [SimpleNamespace(index=first + i) for i in range(-(-length // size))]
-        probes.append(SimpleNamespace(all=ids, pages=pages))
+        probes.append(SimpleNamespace(all=ids, pages=pages, slot=1 + len(probes)))
         states = model.hidden(torch.tensor([ids], device=pool.device))
         plain.append(linear_float32(states[0, [-5, -2, -1]], model.lm_head.weight))
     for computed, end in pairwise((0, length - 4, length - 1, length)):
@@ -93,7 +99,7 @@ def check(attention, window: int, batch: int) -> None:
 def token_bytes(model) -> int:
     """What the keys and values of a token take."""
     c = model.config
-    return (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    return (2 * c.is_linear.count(False) * c.num_key_value_heads * c.head_dim
             * model.lm_head.weight.itemsize)
 
 
@@ -101,13 +107,14 @@ def spare_bytes(model, window: int, batch: int) -> int:
     """A pool for a program that has the device for itself: four windows per request, of
     which a cache hardly uses more, or most of what is free."""
     share = 0.8 if model.lm_head.weight.is_cuda else 0.2
-    return min(int(share * free_bytes()), 4 * batch * window * token_bytes(model))
+    state = PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
+    return min(int(share * free_bytes()),
+               4 * batch * (window * token_bytes(model) + state))
 
 
 def new_pool(model, memory: int, size: int) -> Tensor:
     """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` bytes
-    hold, and page 0, which is for padding. ValueError if they hold none. On a CPU only what
-    is written takes up memory."""
+    hold, and page 0, which is for padding. ValueError if they hold none."""
     c, weight = model.config, model.lm_head.weight
     page = size * token_bytes(model)
     count = memory // page
@@ -115,11 +122,9 @@ def new_pool(model, memory: int, size: int) -> Tensor:
         raise ValueError(f"a KV pool of {memory:,} bytes holds no page of {size} tokens, "
                          f"{page:,} bytes")
 
-    shape = (c.num_hidden_layers, 2, count + 1, size, c.num_key_value_heads, c.head_dim)
-    if weight.is_cuda:
-        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-    zeros = np.zeros((count + 1) * page, np.uint8)  # torch would write its zeros
-    return torch.from_numpy(zeros).view(weight.dtype).view(shape)
+    layers = c.is_linear.count(False)
+    shape = (layers, 2, count + 1, size, c.num_key_value_heads, c.head_dim)
+    return zeros(shape, weight, weight.dtype)
 
 
 def flatten(step: list, pool: Tensor) -> list[Tensor]:
@@ -189,8 +194,8 @@ class GatheredRows:
     longer ones has its pages gathered in every step, like prompts."""
     page = 16  # tokens of a page: small ones share more
 
-    def __init__(self, model, pool: Tensor, window: int, batch: int):
-        self.model, self.pool, self.window = model, pool, window
+    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int):
+        self.model, self.pool, self.slots, self.window = model, pool, slots, window
         self.reset()
 
     def reset(self) -> None:
@@ -228,7 +233,9 @@ class GatheredRows:
             prompts.attend(layer, q, out)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        slots_B = torch.tensor([request.slot for request, _ in decoding], dtype=torch.int64)
+        rows = StepRows(attend, self.slots, slots_B.to(self.pool.device), others)
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         parts = self.model.lm_head.weight.split(HEAD_PART)
         logits = [linear_float32(hidden_ND[last_B], part) for part in parts]
         return sampling(step), torch.cat(logits, -1)
@@ -286,9 +293,9 @@ class FlashPages:
     batch up write into page 0, which no request owns."""
     page = 256  # tokens of a page: what varlen_attn takes, and a span of the kernel has
 
-    def __init__(self, model, pool: Tensor, window: int, batch: int):
-        self.model, self.pool = model, pool
-        self.columns = 2 + -(-window // pool.shape[3])  # token, length, page table
+    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int, batch: int):
+        self.model, self.pool, self.slots = model, pool, slots
+        self.columns = 3 + -(-window // pool.shape[3])  # token, length, slot, page table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs
         self.sizes = [size for size in GRAPH_SIZES if size < batch] + [batch]
@@ -316,7 +323,7 @@ class FlashPages:
         new, ends = zip(*((n, request.computed + n) for request, n in step))
         starts, seen = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32,
                                      device=self.pool.device) for counts in (new, ends))
-        table_BP = self._inputs(step, len(step))[:, 2:].contiguous().to(self.pool.device)
+        table_BP = self._inputs(step, len(step))[:, 3:].contiguous().to(self.pool.device)
         one_by_one = Prompts(step, 0, self.pool) if varlen_attn is None else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -329,7 +336,8 @@ class FlashPages:
                                   seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], attend)[0]
+        rows = StepRows(attend, self.slots, ids_N[:0], step)
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _write(self, layer: int, slots_N: Tensor, q: Tensor, k: Tensor, v: Tensor):
@@ -340,13 +348,13 @@ class FlashPages:
         return q[0].transpose(0, 1)
 
     def _inputs(self, step: list, rows: int) -> Tensor:
-        """(rows, columns) int32, on the host: of each request its last token, its length
-        and its page table. A row of no request has length 1 and page 0."""
+        """(rows, columns) int32, on the host: of each request its last token, its length,
+        its slot and its page table. A row of no request has length 1, slot and page 0."""
         inputs = np.zeros((rows, self.columns), np.int32)
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):
-            row[0], row[1] = request.ids[-1], len(request.ids)
-            row[2:2 + len(request.pages)] = [page.index for page in request.pages]
+            row[:3] = request.ids[-1], len(request.ids), request.slot
+            row[3:3 + len(request.pages)] = [page.index for page in request.pages]
         return torch.from_numpy(inputs)
 
     def _replay(self, step: list) -> Tensor:
@@ -382,10 +390,10 @@ class FlashPages:
         self.graphs[B] = (graph, inputs, logits_BV)
 
     def _decode_batch(self, inputs: Tensor) -> Tensor:
-        """One token of each row of `inputs` (token, length, page table): (B, V) logits. A
-        graph can be made of it, because the host looks at no value."""
+        """One token of each row of `inputs` (token, length, slot, page table): (B, V)
+        logits. A graph can be made of it, because the host looks at no value."""
         size = self.pool.shape[3]
-        ids_B, table_BP = inputs[:, 0], inputs[:, 2:].contiguous()
+        ids_B, table_BP = inputs[:, 0], inputs[:, 3:].contiguous()
         pos_B = inputs[:, 1].long() - 1
         page_B = table_BP.gather(1, (pos_B // size)[:, None])[:, 0]
         slots_B = page_B * size + pos_B % size
@@ -396,5 +404,6 @@ class FlashPages:
             out = decode(q, *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
-        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], attend)[0]
+        rows = StepRows(attend, self.slots, inputs[:, 2].long(), [])
+        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], rows)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

@@ -19,17 +19,21 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def their_model(transformers, family, heads, kv_heads, tied, vocab=150, head_dim=16):
     """transformers' model of this shape; all weights are random, biases and norms too."""
+    hybrid = family == "qwen3_5_text"
+    linear = dict(linear_num_key_heads=kv_heads, linear_num_value_heads=2 * kv_heads,
+                  linear_key_head_dim=12, linear_value_head_dim=20) if hybrid else {}
     config = transformers.AutoConfig.for_model(
         family, vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96,
-        num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=head_dim, rms_norm_eps=1e-5, tie_word_embeddings=tied)
+        num_hidden_layers=4 if hybrid else 2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
+        tie_word_embeddings=tied, **linear)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
                 weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "A_log")):
                 weight.normal_()
             else:
                 weight.uniform_(0.5, 1.5)

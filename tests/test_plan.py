@@ -76,7 +76,7 @@ def saved_by_autograd(config, dtype, rank, rows):
 
     packed = PackedRows(sum(rows, []), list(map(len, rows)), "cpu")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.hidden(packed.computed[None] % 50, packed.positions[None], packed.attend)
+        model.hidden(packed.computed[None] % 50, packed.positions[None], packed)
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 

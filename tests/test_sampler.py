@@ -14,11 +14,19 @@ import torch
 
 import engine.pages
 import sampler as sampler_module
-from model import Qwen3, Qwen3Config
+from engine.pages import token_bytes
+from engine.states import state_bytes
+from model import OffsetNorm, Qwen3, Qwen3Config
 from sampler import Pages, Request, Sampler, SamplerError
 
 VOCAB, WINDOW = 29, 48
 SPLITS = torch.__version__ >= "2.13"  # varlen_attn, over pages, unless told not to
+
+
+HYBRID = dict(
+    num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2,
+    partial_rotary_factor=0.5, linear_conv_kernel_dim=4, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
 
 
 def build(seed=0, tied=True, **changes):
@@ -27,12 +35,18 @@ def build(seed=0, tied=True, **changes):
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, rope_theta=300.0,
         max_position_embeddings=64, tie_word_embeddings=tied)
+    if changes.get("model_type") == "qwen3_5_text":
+        shape |= HYBRID
     torch.manual_seed(seed)
     model = Qwen3(Qwen3Config(**{**shape, **changes}))
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 1:
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.uniform_(-3, 1)
+            elif weight.dim() == 1:
                 weight.uniform_(0.5, 1.5)
+            if isinstance(model.model["norm"], OffsetNorm) and name.endswith("norm.weight"):
+                weight -= 1
     return model
 
 
@@ -41,16 +55,19 @@ MODEL = build()
 
 def make(model=MODEL, tokens=4096, window=WINDOW, page=4, **options):
     """A sampler whose pool holds this many tokens."""
-    c = model.config
-    itemsize = options.get("dtype", torch.float32).itemsize
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * itemsize
-    return Sampler(model, tokens * per_token, window=window, page=page, **options)
+    itemsize = options.get("dtype", model.lm_head.weight.dtype).itemsize
+    per_token = token_bytes(model) // model.lm_head.weight.itemsize * itemsize
+    slots = (options.get("batch", 64) + 1) * state_bytes(model.config, itemsize)
+    return Sampler(model, tokens * per_token + slots, window=window, page=page, **options)
 
 
 def check_at_rest(sampler):
-    """No request is left, and every page can be had again."""
+    """No request is left, and every page and slot can be had again."""
     assert not sampler.running and not sampler.waiting
     assert sampler.pages.available() == sampler.pages.count
+    slots, states = sampler.attention.slots, sampler.states
+    if slots:
+        assert sorted([*states.free, *states.kept]) == [*range(1, slots.count + 1)]
 
 
 def row_logprobs(model, ids):
@@ -292,8 +309,9 @@ def test_a_match_is_the_longest_cached_prefix():
         for _ in range(40):
             request = SimpleNamespace(ids=[rng.randrange(2) for _ in range(
                 rng.randrange(1, 4 * size + 2))], computed=0, pages=[], hashes=[b""])
-            shared, partial, n = pages.match(request)
-
+            found, n = pages.match(request)
+            shared = found[:n // size]
+            assert len(found) == -(-n // size)
             held = [ids for page, ids in prefixes.items()
                     if any(page in alike for alike in pages.alike.values())]
             last, full = len(request.ids) - 1, len(shared) * size
@@ -301,7 +319,7 @@ def test_a_match_is_the_longest_cached_prefix():
             best = max((k for ids in held for k in range(full, len(ids) + 1)
                         if full < len(ids) <= full + size and k <= last
                         and ids[:k] == request.ids[:k]), default=full)
-            assert n == best and (partial is None) == (n == full)
+            assert n == best
 
             if len(request.ids) // size + 1 - len(shared) <= pages.available() - sum(
                     page.users == 0 for page in shared):

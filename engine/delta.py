@@ -1,0 +1,151 @@
+"""The gated delta rule: linear attention, whose memory is one matrix per head.
+
+A head has a matrix S (K, V), zeros at first. Each token t forgets, writes and reads:
+
+    S     <-  exp(decay_t) S                              decay_t is at most 0
+    S     <-  S + strength_t k_t (v_t - S^T k_t)^T        S^T k_t, what k_t found, nears v_t
+    out_t  =  S^T q_t / sqrt(K)                           q_t and k_t have length 1
+
+`step` does this once. `rule` does it for many tokens: within a chunk all writes together
+solve one triangular system, and the matrix goes from chunk to chunk.
+
+A KV cache grows with each token and can be cut anywhere. This matrix cannot be cut: it can
+only be continued from where it was kept. So tokens that share a prefix are cut into runs,
+and a run continues the matrix with which another one ended. All is computed in float32, or
+in float64 if the model is.
+
+Sources: DeltaNet in chunks (arXiv 2406.06484), Gated DeltaNet (2412.06464), qwen3_5 in
+transformers. Shapes: N tokens, R runs, n chunks of T tokens, H value heads, J key heads,
+G = H / J, K and V the dimensions of keys and values, C channels, W width of the convolution.
+"""
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device import wide
+
+CHUNK = 64  # tokens
+
+
+class Runs:
+    """N tokens, of which each follows another one: `before` (N,) has the index of that, or
+    -1. In a run nothing begins and nothing forks; `starts` says where each begins. Runs are
+    cut into chunks. Chunks that can be computed at the same time are a wave: each belongs
+    to the wave after that of the chunk which it continues."""
+
+    def __init__(self, before: np.ndarray, device):
+        N = len(before)
+        forks = np.flatnonzero(before != np.arange(N) - 1)
+        starts = np.unique([0, *forks, *before[forks] + 1])
+        starts = starts[starts < N]
+        ends = [*starts[1:].tolist(), N]
+        self.count = len(ends)
+        self.size = min(CHUNK, max(end - start for start, end in zip(starts, ends)))  # T
+
+        waves = []  # each a list of chunks: first token, end, which of the wave before
+        last = []  # of each run: wave and place of its last chunk
+        for run, (start, end) in enumerate(zip(starts.tolist(), ends)):
+            wave, place = -1, run
+            if before[start] >= 0:
+                wave, place = last[np.searchsorted(starts, before[start], "right") - 1]
+            for first in range(start, end, self.size):
+                wave += 1
+                if wave == len(waves):
+                    waves.append([])
+                waves[wave].append((first, min(first + self.size, end), place))
+                place = len(waves[wave]) - 1
+            last.append((wave, place))
+
+        def tensor(values) -> Tensor:
+            return torch.as_tensor(values, device=device)
+
+        chunks = [chunk for wave in waves for chunk in wave]
+        places = np.zeros(N, np.int64)  # of each token among the n T
+        for i, (first, end, _) in enumerate(chunks):
+            places[first:end] = np.arange(i * self.size, i * self.size + end - first)
+        self.chunks, self.places = len(chunks), tensor(places)
+        self.waves = [tensor([place for *_, place in wave]) for wave in waves]
+        at = np.cumsum([0, *map(len, waves)])
+        self.last = tensor([at[wave] + place for wave, place in last])  # chunk of each run
+
+
+def taps(before: np.ndarray, count: int, width: int) -> np.ndarray:
+    """(count, width): the index of each of the first tokens, and before it those that it
+    follows. In this `before` no -1 is: what has nothing before it follows itself."""
+    columns = [np.arange(count)]
+    while len(columns) < width:
+        columns.insert(0, before[columns[0]])
+    return np.stack(columns, 1)
+
+
+def convolve(x: Tensor, taps_NW: Tensor, weight_C1W: Tensor) -> Tensor:
+    """Each channel of x (_, C), over the last W tokens: (N, C)."""
+    return sum(x.index_select(0, tap) * weight_C1W[:, 0, w]
+               for w, tap in enumerate(taps_NW.unbind(1)))
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs: Runs,
+         first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q and k (N, J, K), v (N, H, V), decay and strength (N, H). The matrices with which
+    runs begin that follow nothing are `first` (R, H, K, V), or zeros. Returns the output,
+    (N, H, V) of the type of v, and the matrices at the end of every chunk, (n, H, K, V)."""
+    (J, K), (H, V), dtype = k.shape[1:], v.shape[1:], v.dtype
+    q, k, v, decay, strength = map(wide, (q, k, v, decay, strength))
+    q, k = unit(q) * K ** -0.5, unit(k)
+
+    def cut(x: Tensor, heads: int) -> Tensor:  # N heads ... -> n J G T ...
+        padded = x.new_zeros(runs.chunks * runs.size, *x.shape[1:])
+        padded = padded.index_copy(0, runs.places, x)  # zeros change no matrix
+        shape = runs.chunks, runs.size, J, heads // J, *x.shape[2:]
+        return padded.view(shape).movedim(1, 3)
+
+    q, k = cut(q, J), cut(k, J)  # n J 1 T K: the same for all value heads of a key head
+    v, decay, strength = cut(v, H), cut(decay, H), cut(strength, H)  # n J G T V, n J G T
+    decay = decay.cumsum(-1)  # from the chunk's beginning
+    later = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device).triu(1)
+    between = decay[..., :, None] - decay[..., None, :]  # n J G T T
+    between = between.masked_fill(later, -torch.inf).exp()
+    since, left = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+
+    # Token t writes v_t - S^T k_t, where S has what the chunk wrote before: so writes solve
+    # (1 + A) x = right. Their part that depends on the first S is linear in it.
+    A = k @ k.mT * between * strength[..., None]  # of which only j < t counts
+    right = torch.cat((v, k * since), -1) * strength[..., None]
+    solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
+    fresh, found = solved.split((V, K), -1)  # n J G T V, n J G T K
+    within = q @ k.mT * between  # n J G T T
+    q, k = q * since, (k * left).mT  # n J G T K, n J G K T
+    kept = since[..., -1:, :]  # n J G 1 1
+
+    S = v.new_zeros(runs.count, H, K, V) if first is None else first
+    S = S.unflatten(1, (J, H // J))
+    outs, matrices, low = [], [], 0
+    for before in runs.waves:
+        wave = slice(low, low + len(before))
+        S = S.index_select(0, before)  # its backward pass sums over those that continue it
+        writes = fresh[wave] - found[wave] @ S
+        outs.append(q[wave] @ S + within[wave] @ writes)
+        S = kept[wave] * S + k[wave] @ writes
+        matrices.append(S.flatten(1, 2))
+        low = wave.stop
+    out = torch.cat(outs).movedim(3, 1).reshape(-1, H, V)  # n J G T V -> nT H V
+    return out.index_select(0, runs.places).to(dtype), torch.cat(matrices)
+
+
+def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
+         strength: Tensor) -> Tensor:
+    """One token each of B requests: the output (B, H, V). Their matrices, `slots` (B,) of
+    `matrices` (S, H, K, V), are changed in place."""
+    (J, K), H, dtype = k.shape[1:], v.shape[1], v.dtype
+    q, k, v, decay, strength = map(wide, (q, k, v, decay, strength))
+    q, k = (unit(x).repeat_interleave(H // J, 1) for x in (q, k))  # B H K
+    S = matrices[slots] * decay.exp()[..., None, None]  # B H K V
+    found = (k[:, :, None] @ S)[:, :, 0]  # B H V
+    S = S + k[..., None] * ((v - found) * strength[..., None])[:, :, None]
+    matrices.index_copy_(0, slots, S)
+    out = (q[:, :, None] @ S)[:, :, 0] * K ** -0.5  # B H V
+    return out.to(dtype)
