@@ -98,12 +98,11 @@ class Sampler:
         self.owns = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
         self.model = model.merged_copy(dtype) if self.owns else model
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
-        self.batch = batch
         most = model.config.max_position_embeddings
         self.window = min(window or most, most)
         memory = memory or spare_bytes(self.model, self.window, batch)
         self.attention = attention_for(self.model, memory, self.window, batch, page)
-        self.pool = self.attention.pool
+        self.pool, self.batch = self.attention.pool, self.attention.batch
         self._forget()
         self.waiting: list[Request] = []  # both in order of arrival
         self.running: list[Request] = []

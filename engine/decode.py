@@ -1,13 +1,15 @@
-"""Attention of one query per request over the pages of a KV cache, on a GPU, in Triton.
+"""One token of each request on a GPU, in Triton: attention over the pages of a KV cache,
+and the delta rule.
 
 A few requests with one query each are too little work for a GPU, unless their keys are cut
 into parts that are attended to side by side (flash decoding). Here the parts are spans of
 SPAN tokens, whatever else is in the batch: a long request alone has the whole card, and
 the result of each does not depend on the others. The host needs no lengths, so that a CUDA
-graph can be made of it. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
+graph can be made of it. The delta rule reads and writes each matrix once; in torch's operations it
+would be read ten times. With TRITON_INTERPRET=1 both run on a CPU, slowly.
 
 Shapes: B requests, H query and K key/value heads, G = H / K, E head_dim, P pages of S
-tokens, C columns of the page tables.
+tokens, C columns of the page tables. Those of the delta rule are in engine/delta.py.
 """
 import torch
 import triton
@@ -17,6 +19,7 @@ from torch import Tensor
 SPAN = 256  # tokens of a span
 BLOCK = 64  # tokens, and in merging spans, that are read at once
 PROGRAMS = 2048  # that fill a card; each takes every n-th span of a request
+COLUMNS = 32  # of a matrix of the delta rule, for one program
 LEAST = 16  # programs of a request and key head, for a long one among many short ones
 
 
@@ -84,6 +87,44 @@ def attend_spans(q, keys, values, lengths, tables, parts, sums, scale, C, spans,
         at = head * spans + span
         tl.store(parts + at[:, None] * E + e[None, :], mean / total[:, None], is_head)
         tl.store(sums + at, top + tl.log(total), g < G)
+
+
+def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
+         strength: Tensor) -> Tensor:
+    """engine.delta.step: matrices (S, H, K, V) are float32, decay and strength (B, H)."""
+    (B, J, K), (H, V) = k.shape, v.shape[1:]
+    out = torch.empty(B, H, V, dtype=v.dtype, device=v.device)
+    delta_step[(B, H, triton.cdiv(V, COLUMNS))](
+        matrices, slots, q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous(),
+        strength.contiguous(), out, K ** -0.5, H, J, K, V, triton.next_power_of_2(K),
+        COLUMNS)
+    return out
+
+
+@triton.jit
+def delta_step(matrices, slots, q, k, v, decay, strength, out, scale,
+               H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+               WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """One request, value head, and some columns of its matrix."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, WIDE)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    shared = (b * J + h // (H // J)) * K  # by the value heads of a key head
+    key = tl.load(k + shared + row, row < K, 0.0).to(tl.float32)
+    query = tl.load(q + shared + row, row < K, 0.0).to(tl.float32)
+    key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
+    query = query * scale / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
+
+    head, slot = b * H + h, tl.load(slots + b).to(tl.int64)
+    is_part = (row < K)[:, None] & (column < V)[None, :]  # WIDE COLUMNS
+    at = matrices + ((slot * H + h) * K + row[:, None]) * V + column[None, :]
+    S = tl.load(at, is_part, 0.0) * tl.exp(tl.load(decay + head).to(tl.float32))
+    found = tl.sum(key[:, None] * S, 0)
+    value = tl.load(v + head * V + column, column < V, 0.0).to(tl.float32)
+    write = (value - found) * tl.load(strength + head).to(tl.float32)
+    S += key[:, None] * write[None, :]
+    tl.store(at, S, is_part)
+    tl.store(out + head * V + column, tl.sum(query[:, None] * S, 0), column < V)
 
 
 @triton.jit

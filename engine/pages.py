@@ -39,7 +39,8 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 def attention_for(model, memory: int, window: int, batch: int, page: int | None = None):
     """What attends over pages for this model on its device, with a pool of `memory` bytes:
-    an object of a class below, for `batch` requests of at most `window` tokens at once.
+    an object of a class below, for `batch` requests of at most `window` tokens at once, or
+    fewer if the states of linear layers have no room for more.
 
     FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
     weight, head_dim = model.lm_head.weight, model.config.head_dim
@@ -47,8 +48,9 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
     state = state_bytes(model.config, weight.itemsize)
     if state:
         whole = window * token_bytes(model) + PER_WINDOW * state
-        slots = Slots(model, max(batch + 1, PER_WINDOW * memory // whole))
+        slots = Slots(model, max(2, PER_WINDOW * memory // whole))
         memory -= slots.count * state
+        batch = min(batch, slots.count - 1)  # one is left for a snapshot
     if can_flash(weight, head_dim):
         try:
             pool = new_pool(model, memory, page or FlashPages.page)
@@ -62,7 +64,7 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
     pool = new_pool(model, memory, page or GatheredRows.page)
-    return GatheredRows(model, pool, slots, window)
+    return GatheredRows(model, pool, slots, window, batch)
 
 
 def can_flash(weight: Tensor, head_dim: int) -> bool:
@@ -194,8 +196,9 @@ class GatheredRows:
     longer ones has its pages gathered in every step, like prompts."""
     page = 16  # tokens of a page: small ones share more
 
-    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int):
-        self.model, self.pool, self.slots, self.window = model, pool, slots, window
+    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int, batch: int):
+        self.model, self.pool, self.slots = model, pool, slots
+        self.window, self.batch = window, batch
         self.reset()
 
     def reset(self) -> None:
@@ -294,7 +297,7 @@ class FlashPages:
     page = 256  # tokens of a page: what varlen_attn takes, and a span of the kernel has
 
     def __init__(self, model, pool: Tensor, slots: Slots | None, window: int, batch: int):
-        self.model, self.pool, self.slots = model, pool, slots
+        self.model, self.pool, self.slots, self.batch = model, pool, slots, batch
         self.columns = 3 + -(-window // pool.shape[3])  # token, length, slot, page table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs

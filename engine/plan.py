@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from engine.delta import CHUNK
 from engine.device import DEVICE, compute_dtype, free_bytes
 from engine.pages import FlashPages, GatheredRows
+from engine.states import PER_WINDOW, state_bytes
 from util import readable
 
 # How many sequences of full length the cache holds. The least is low, so that a longer
@@ -48,22 +50,47 @@ class Plan:
         return c.hidden_size, heads * c.head_dim, kv_heads * c.head_dim, c.intermediate_size
 
     @property
+    def linear_widths(self) -> tuple[int, int, int]:
+        """C, V, N of the sums below: channels of the convolution, values and heads of a
+        delta net."""
+        c = self.config
+        values = c.linear_num_value_heads * c.linear_value_head_dim
+        keys = c.linear_num_key_heads * c.linear_key_head_dim
+        return 2 * keys + values, values, c.linear_num_value_heads
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """How many have attention, and how many a delta net."""
+        linear = self.config.is_linear
+        return linear.count(False), linear.count(True)
+
+    @property
     def parameters(self) -> tuple[int, int, int, int]:
-        """Of the model; of embedding and head, which are one matrix if tied; of a layer;
-        and of the adapters, `rank` rows at both ends of each matrix."""
+        """Of the model; of embedding and head, which are one matrix if tied; of the largest
+        layer; and of the adapters, `rank` rows at both ends of each matrix."""
         c = self.config
         D, H, K, M = self.widths
+        (full, linear), gate = self.layers, H * (c.model_type == "qwen3_5_text")
         table = (1 if c.tie_word_embeddings else 2) * c.vocab_size * D
-        layer = 2 * D * (H + K) + 3 * D * M + 2 * D
-        layer += {"qwen3": 2 * c.head_dim, "qwen2": H + 2 * K}.get(c.model_type, 0)
-        ends = 2 * (D + H) + 2 * (D + K) + 3 * (D + M)
-        model = table + c.num_hidden_layers * layer + D
-        return model, table, layer, c.num_hidden_layers * self.rank * ends
+        rest, rest_ends = 3 * D * M + 2 * D, 3 * (D + M)
+        layer = rest + 2 * D * (H + K) + D * gate
+        heads = {"qwen3": 2 * c.head_dim, "qwen2": H + 2 * K, "qwen3_5_text": 2 * c.head_dim}
+        layer += heads.get(c.model_type, 0)
+        model = table + full * layer + D
+        ends = full * (rest_ends + 2 * (D + H) + 2 * (D + K) + gate)
+        if linear:
+            C, V, N = self.linear_widths
+            net = rest + D * (C + 2 * V + 2 * N)
+            net += C * c.linear_conv_kernel_dim + 2 * N + c.linear_value_head_dim
+            model += linear * net
+            layer = max(layer, net)
+            ends += linear * (rest_ends + 3 * D + C + 2 * V)
+        return model, table, layer, self.rank * ends
 
     @property
     def attention_cost(self) -> float:
         """Attention to T tokens costs T times this share of all other work for a token."""
-        return self.config.num_hidden_layers * self.widths[1] / self.parameters[0]
+        return self.layers[0] * self.widths[1] / self.parameters[0]
 
     @property
     def seen_cost(self) -> float:
@@ -71,39 +98,59 @@ class Plan:
         token. Flash attention's backward pass holds, for a moment, gradients of the copy,
         of each query head's, and their sums in float32."""
         D, H, K, _ = self.widths
-        layers, size = self.config.num_hidden_layers, self.dtype.itemsize
+        (full, linear), size = self.layers, self.dtype.itemsize
         copy, moment = 2 * K * size, 2 * (K + H) * size + 8 * K
         if self.device == "cpu":  # one row after another
             copy, moment = 8 * K, 0
         if self.recompute:  # only one layer has copies
-            return (copy + moment) / (layers * D * size + self.kept_bytes)
-        return (layers * copy + moment) / (layers * self.kept_bytes)
+            return (copy + moment) / ((full + linear) * D * size + max(self.kept_bytes))
+        kept, kept_linear = self.kept_bytes
+        return (full * copy + moment) / (full * kept + linear * kept_linear)
 
     @property
-    def kept_bytes(self) -> int:
-        """What a layer keeps of each token for the backward pass."""
+    def kept_bytes(self) -> tuple[int, int]:
+        """What a layer keeps of each token for the backward pass: with attention, and with
+        a delta net."""
         D, H, K, M = self.widths
+        hybrid, size = self.config.model_type == "qwen3_5_text", self.dtype.itemsize
         # An RMSNorm keeps its input. On a CPU that is float32; if its weight is trained,
         # also the result.
-        normed = 2 * D + H + K if self.config.model_type == "qwen3" else 2 * D
-        each = self.dtype.itemsize
+        normed = 2 * D + H + K if hybrid or self.config.model_type == "qwen3" else 2 * D
+        each = 4 if hybrid else size
         if self.device == "cpu":
             each = 4 if self.rank else 8
-        norms = each * normed
         # Inputs of linear layers; q, k, v, attention's output; gate, up, SiLU and product.
-        kept = norms + self.dtype.itemsize * (2 * D + 2 * H + 2 * K + 4 * M)
+        kept = each * normed + size * (2 * D + 2 * H + 2 * K + 4 * M)
         if self.device == "cpu":  # short rows attend in float32, each by itself
-            kept += 4 * (2 * H + 2 * K) - self.dtype.itemsize * (H + 2 * K)
-        return kept
+            kept += 4 * (2 * H + 2 * K) - size * (H + 2 * K)
+        if not self.layers[1]:
+            return kept, 0
+        C, V, N = self.linear_widths
+        # Beside norms, inputs and the MLP: the convolution's input and output, SiLU of it;
+        # the rule's output, normed; z, SiLU of it; their product. Decay and strength.
+        net = each * (2 * D + V) + size * (2 * D + 4 * M)
+        net += size * (3 * C + V) + 4 * 3 * V + 4 * 5 * N
+        return kept + size * 2 * H, net
+
+    @property
+    def rule_bytes(self) -> int:
+        """What one delta rule keeps of each token while its layer goes backward."""
+        c = self.config
+        H, K, V = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        key_heads = 11 * c.linear_num_key_heads * K  # measured, as what follows
+        return 4 * (key_heads + H * (1.5 * K + 2 * V + 9 * CHUNK + 2 * K * V / CHUNK))
 
     def activations(self) -> int:
         """What a forward pass keeps, and the largest temporary tensors of both passes."""
-        layers, vocabulary = self.config.num_hidden_layers, self.config.vocab_size
+        (full, linear), vocabulary = self.layers, self.config.vocab_size
         D, _, _, M = self.widths
-        layer = self.row * self.kept_bytes
-        kept, running = layers * layer, 0
+        layer, net = (self.row * kept for kept in self.kept_bytes)
+        kept, running = full * layer + linear * net, 0
         if self.recompute:
-            kept, running = layers * self.row * D * self.dtype.itemsize, layer
+            kept = (full + linear) * self.row * D * self.dtype.itemsize
+            running = max(layer, net)
+        if linear:  # the rule of a layer is computed again
+            running += int(self.row * self.rule_bytes)
         # The gradients of the product, of SiLU and of the gate exist at the same time.
         mlp = 3 * self.row * M * self.dtype.itemsize
         logits = 1 << (27 if self.device == "cpu" else 30)  # as model.py has it
@@ -119,8 +166,13 @@ class Plan:
         """Whole pages for the keys and values of a full window. Each request that runs has
         one page more in reserve."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
-        token = 2 * self.config.num_hidden_layers * self.widths[2] * self.dtype.itemsize
+        token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
         return token * page * (-(-self.window // page) + 1)
+
+    @property
+    def states_bytes(self) -> int:
+        """The states of linear layers that go with a window."""
+        return PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
 
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
@@ -146,9 +198,11 @@ class Plan:
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
         left = int(SHARE[self.device] * self.have) - sum(parts.values())
-        windows = max(left // (times * self.window_bytes), LEAST_WINDOWS)
-        cache = min(windows, self.most_windows) * self.window_bytes
-        return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
+        each = times * self.window_bytes + self.states_bytes
+        windows = min(max(left // each, LEAST_WINDOWS), self.most_windows)
+        cache = windows * (self.window_bytes + self.states_bytes)
+        rows = (times - 1) * windows * self.window_bytes
+        return parts | {"KV cache": cache, "cache rows": rows}
 
     def fits(self, ranks: int) -> bool:
         return sum(self.need(ranks).values()) <= SHARE[self.device] * self.have
@@ -185,7 +239,8 @@ class Plan:
             cells = []
             for n in (1, 8):
                 plan = wanted.on_card(card).fitted(n)
-                windows = plan.need(n)["KV cache"] // plan.window_bytes
+                each = plan.window_bytes + plan.states_bytes
+                windows = plan.need(n)["KV cache"] // each
                 cell = f"{plan.window:,}, {windows} windows" + ", no copy" * plan.apart
                 cells.append(cell if plan.fits(n) else "-")
             rows.append((f"window, {card} GB", *cells))

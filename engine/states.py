@@ -14,6 +14,8 @@ A request uses the longest snapshot within the tokens that its pages agree with.
 the least recently used is replaced. Shapes: L linear layers, S slots; more in
 engine/delta.py.
 """
+import contextlib
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from torch import Tensor
 from engine.delta import Runs, convolve, rule, step, taps
 from engine.packing import common
 
+if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
+    with contextlib.suppress(ImportError):
+        from engine.decode import step
 WORTH = 64  # tokens; a snapshot saves at least these
 PER_WINDOW = 3  # slots for each window of the KV cache
 

@@ -104,9 +104,16 @@ torch.cuda.Stream = torch.cuda.current_stream = torch.cuda.CUDAGraph = MagicMock
 torch.cuda.stream, torch.cuda.graph = lambda stream: contextlib.nullcontext(), capture
 
 
-def model_of(rank):
+LINEAR = dict(
+    model_type="qwen3_5_text", layer_types=["linear_attention", "full_attention"],
+    partial_rotary_factor=0.5, linear_conv_kernel_dim=4, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16)
+
+
+def model_of(rank, hybrid):
     with torch.device("meta"):
-        model = Qwen3(Qwen3Config(311, 64, 96, 2, 4, 2, 16, 4096))
+        model = Qwen3(Qwen3Config(
+            311, 64, 96, 2, 4, 2, 16, 4096, **LINEAR if hybrid else {}))
     if rank:
         model.add_lora(rank, 32.0)
     weights = {name: torch.empty(w.shape, dtype=BF16, device=GPU)
@@ -116,8 +123,8 @@ def model_of(rank):
     return model
 
 
-def update(recompute=False, rank=0):
-    model = model_of(rank)
+def update(recompute=False, rank=0, hybrid=False):
+    model = model_of(rank, hybrid)
     model.recompute = recompute
     ids = [[7] * 40 + [i] * 20 for i in range(3)] + [[9] * 33]  # three share a prefix
     host.ids, host.sampled = sum(ids, []), 40
@@ -133,16 +140,17 @@ def update(recompute=False, rank=0):
     torch.optim.AdamW(trained, lr=1e-3, fused=True).step()
 
 
-def sample(rank=0, copy=False, flash=True):
+def sample(rank=0, copy=False, flash=True, hybrid=False):
     pages.decode = decode if flash else None
-    sampler = Sampler(model_of(rank), memory=1 << 24, batch=2, window=2048, copy=copy)
+    sampler = Sampler(model_of(rank, hybrid), memory=1 << 24, batch=2, window=2048,
+                      copy=copy)
 
     async def requests():
         await sampler.generate([5] * 300, 3)
         await asyncio.gather(*(sampler.generate([5] * 300 + [i] * 40, 2) for i in range(3)))
 
     asyncio.run(requests())
-    sampler.load(model_of(rank) if sampler.owns else sampler.model)
+    sampler.load(model_of(rank, hybrid) if sampler.owns else sampler.model)
     assert sampler.stats["sampled"] == 9 and sampler.stats["reused"] > 0
     assert isinstance(sampler.attention, pages.FlashPages) == flash
     assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
@@ -153,7 +161,9 @@ for case, how in [
         (update, {}), (update, {"recompute": True}), (update, {"varlen": False}),
         (update, {"rank": 4, "recompute": True}),
         (sample, {}), (sample, {"flash": False}), (sample, {"rank": 4, "varlen": False}),
-        (sample, {"rank": 4, "copy": True})]:
+        (sample, {"rank": 4, "copy": True}), (update, {"hybrid": True, "rank": 4}),
+        (update, {"hybrid": True, "recompute": True}), (sample, {"hybrid": True}),
+        (sample, {"hybrid": True, "flash": False})]:
     packed = how.pop("varlen", True) and has_varlen
     pages.varlen_attn = engine.attention.varlen_attn = checked_varlen if packed else None
     with FakeTensorMode(allow_non_fake_inputs=True), Watch():

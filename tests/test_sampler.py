@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import torch
 
 import engine.pages
 import sampler as sampler_module
+from engine.device import wide
 from engine.pages import token_bytes
-from engine.states import state_bytes
+from engine.states import Slots, state_bytes
 from model import OffsetNorm, Qwen3, Qwen3Config
 from sampler import Pages, Request, Sampler, SamplerError
 
@@ -51,14 +53,16 @@ def build(seed=0, tied=True, **changes):
 
 
 MODEL = build()
+HYBRID_MODEL = build(model_type="qwen3_5_text").double()
 
 
-def make(model=MODEL, tokens=4096, window=WINDOW, page=4, **options):
-    """A sampler whose pool holds this many tokens."""
+def make(model=MODEL, tokens=4096, window=WINDOW, page=4, batch=64, **options):
+    """A sampler whose pool holds this many tokens, with the fewest slots for states."""
     itemsize = options.get("dtype", model.lm_head.weight.dtype).itemsize
-    per_token = token_bytes(model) // model.lm_head.weight.itemsize * itemsize
-    slots = (options.get("batch", 64) + 1) * state_bytes(model.config, itemsize)
-    return Sampler(model, tokens * per_token + slots, window=window, page=page, **options)
+    memory = tokens * token_bytes(model) // model.lm_head.weight.itemsize * itemsize
+    memory += (batch + 1) * state_bytes(model.config, itemsize)
+    with patch.object(engine.pages, "Slots", lambda model, _: Slots(model, batch + 1)):
+        return Sampler(model, memory, window=window, page=page, batch=batch, **options)
 
 
 def check_at_rest(sampler):
@@ -161,9 +165,9 @@ def slow_decode(q, keys, values, lengths, tables):
     group = q.shape[1] // keys.shape[2]
     for b, n in enumerate(lengths.tolist()):
         assert n <= tables.shape[1] * keys.shape[1]
-        rows = (x[tables[b].long()].flatten(0, 1)[:n].float() for x in (keys, values))
+        rows = (wide(x[tables[b].long()].flatten(0, 1)[:n]) for x in (keys, values))
         k, v = (x.repeat_interleave(group, 1) for x in rows)  # T H E
-        scores = torch.einsum("he,the->ht", q[b].float(), k) * q.shape[2] ** -0.5
+        scores = torch.einsum("he,the->ht", wide(q[b]), k) * q.shape[2] ** -0.5
         out[b] = torch.einsum("ht,the->he", scores.softmax(-1), v).to(q.dtype)
     return out
 
@@ -204,6 +208,7 @@ def attention(request, monkeypatch):
 IN_INTERPRETER = """
 import random, torch
 import engine.decode as kernels
+from engine.delta import step
 from test_sampler import slow_decode
 
 torch.manual_seed(0)
@@ -228,6 +233,16 @@ for case in range(25):
     kernels.PROGRAMS = 2048
     alone = kernels.decode(q[-1:], keys, values, lengths[-1:], tables[-1:])
     assert torch.equal(alone[0], got[-1]), case
+
+    kernels.COLUMNS, V, J = 16, rng.choice([12, 16, 40]), H // K
+    matrices, slots = torch.randn(9, H, E, V), torch.randperm(9)[:B]
+    q, k = torch.randn(2, B, J, E)
+    v, decay, strength = torch.randn(B, H, V), -torch.rand(B, H), torch.rand(B, H)
+    plain = matrices.clone()
+    want = step(plain, slots, q, k, v, decay, strength)
+    got = kernels.step(matrices, slots, q, k, v, decay, strength)
+    assert (got - want).abs().max() < 1e-5, case
+    assert (matrices - plain).abs().max() < 1e-5, case
 """
 
 
@@ -264,23 +279,27 @@ def in_a_process(code, **environment):
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model, within", [(MODEL, 1e-4), (HYBRID_MODEL, 1e-9)])
 def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
-        attention, part, monkeypatch):
+        attention, part, model, within, monkeypatch):
     """With shared prefixes, cancellations, second turns, and pools so small that requests
     are preempted. What a key samples is what it samples alone in a pool that holds all, and
     the log-probabilities are those of a full forward pass. By default 8 schedules over rows
-    and 4 with slow kernels; 100 and 20 are slow tests."""
+    and 4 with slow kernels; 100 and 20 are slow tests, 300 of a hybrid."""
     compared = preempted = reused = 0
-    count = ((8, 100) if attention == "rows" else (4, 20))[part]
+    count = ((8, 300 if model is HYBRID_MODEL else 100) if attention == "rows"
+             else (4, 20))[part]
     for seed in range(count):
         rng = random.Random(1000 * part + seed)
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
+        monkeypatch.setattr(engine.states, "WORTH", rng.choice([0, 3, 64]))
+        monkeypatch.setattr(engine.delta, "CHUNK", rng.choice([3, 64]))
         page = rng.choice([1, 2, 4, 8])
-        sampler = make(batch=rng.randint(2, 8), page=page,
+        sampler = make(model, batch=rng.randint(2, 8), page=page,
                        tokens=-(-WINDOW // page) * page + rng.choice([0, 0, 0, 0, 500]))
         schedule = make_schedule(rng)
         crowded = asyncio.run(play(sampler, schedule, stop=(3,)))
-        quiet = asyncio.run(play(make(batch=1), schedule, stop=(3,)))
+        quiet = asyncio.run(play(make(model, batch=1), schedule, stop=(3,)))
         expected = {key: (ids, got.ids) for key, ids, _, got in quiet}
         for key, ids, n, got in crowded:
             assert 3 not in got.ids[:-1]
@@ -292,11 +311,12 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
                 assert expected[key] == (ids, got.ids)
                 compared += 1
             row = torch.tensor([*ids, *got.ids])
-            plain = row_logprobs(MODEL, row.tolist())[len(ids) - 1:-1]
-            assert close(got.logprobs, plain.gather(1, row[len(ids):, None])[:, 0].tolist())
+            plain = row_logprobs(model, row.tolist())[len(ids) - 1:-1]
+            plain = plain.gather(1, row[len(ids):, None])[:, 0].tolist()
+            assert close(got.logprobs, plain, within)
         preempted += sampler.stats["preemptions"]
         reused += sampler.stats["reused"]
-    assert compared > 3 * count and reused > 50
+    assert compared > 3 * count and reused > 5 * count
     assert preempted or attention != "rows"
 
 
@@ -310,8 +330,9 @@ def test_a_match_is_the_longest_cached_prefix():
             request = SimpleNamespace(ids=[rng.randrange(2) for _ in range(
                 rng.randrange(1, 4 * size + 2))], computed=0, pages=[], hashes=[b""])
             found, n = pages.match(request)
-            shared = found[:n // size]
             assert len(found) == -(-n // size)
+            # A page that agrees with all its tokens may be a copy, which ends the match.
+            shared = found[:(n - 1) // size] if n else []
             held = [ids for page, ids in prefixes.items()
                     if any(page in alike for alike in pages.alike.values())]
             last, full = len(request.ids) - 1, len(shared) * size
@@ -320,6 +341,7 @@ def test_a_match_is_the_longest_cached_prefix():
                         if full < len(ids) <= full + size and k <= last
                         and ids[:k] == request.ids[:k]), default=full)
             assert n == best
+            shared, full = found[:n // size], n // size * size
 
             if len(request.ids) // size + 1 - len(shared) <= pages.available() - sum(
                     page.users == 0 for page in shared):
@@ -501,23 +523,29 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sizes = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
+qwen3 = dict(H=32, K=8, E=128, S=256, HEADS=16, WIDE=128, SPAN=256, BLOCK=64)
+qwen35 = qwen3 | dict(H=16, K=4, E=256, WIDE=256)
+delta = dict(H=32, J=16, K=128, V=128, WIDE=128, COLUMNS=32)
 types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables": "*i32",
-         "parts": "*fp32", "sums": "*fp32"}
-for kernel in (kernels.attend_spans, kernels.merge_spans):
+         "parts": "*fp32", "sums": "*fp32", "matrices": "*fp32", "slots": "*i64",
+         "decay": "*fp32"}
+for kernel, sizes in [(kernels.attend_spans, qwen3), (kernels.merge_spans, qwen3),
+                      (kernels.attend_spans, qwen35), (kernels.delta_step, delta)]:
     names = kernel.arg_names
     constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
     signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")
                  for name in names}
     for capability in (80, 90):
         source = ASTSource(kernel, signature, constants)
-        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+        made = compile(source, target=GPUTarget("cuda", capability, 32))
+        assert made.asm["cubin"] and made.metadata.shared < 164 << 10
 """
 
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu_without_one():
-    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B."""
+    """To machine code for an A100 and an H100, with the sizes of Qwen3-4B and Qwen3.5-4B,
+    within the shared memory of an A100."""
     pytest.importorskip("triton")
     in_a_process(COMPILED)
 
