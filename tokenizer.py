@@ -42,19 +42,23 @@ CHATML = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\
 # has a name, and other steps are refused.
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+# Qwen3.5 joins combining marks with letters, not with signs.
+MARKS = QWEN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 # Each digit alone, then GPT-2's pattern for what is between digits, in one expression:
 # blanks before a digit are the end of such a part.
 DIGITS = (r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+"
           r"|\s+(?=\p{N})|\s+(?!\S)|\s+")
-PATTERNS = {"qwen": QWEN, "digits": DIGITS}
+PATTERNS = {"qwen": QWEN, "marks": MARKS, "digits": DIGITS}
 
 OFFSETS = {"trim_offsets": True}  # into the text: they do not matter here
 # use_regex: cut by GPT-2's pattern.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, **OFFSETS}
-NORMALIZER = {"qwen": {"type": "NFC"}, "digits": None}
+NORMALIZER = {"qwen": {"type": "NFC"}, "marks": {"type": "NFC"}, "digits": None}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 STEPS = {  # how each cuts text, in tokenizer.json
-    "qwen": [{"type": "Split", "pattern": {"Regex": QWEN}, "behavior": "Isolated",
-              "invert": False}, BYTE_LEVEL | {"use_regex": False}],
+    "qwen": [SPLIT | {"pattern": {"Regex": QWEN}}, BYTE_LEVEL | {"use_regex": False}],
+    "marks": [SPLIT | {"pattern": {"Regex": MARKS}}, BYTE_LEVEL | {"use_regex": False}],
     "digits": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
 }
 
@@ -122,7 +126,8 @@ class Tokenizer:
         OSError, or ValueError: one line that names the file and the fault."""
         tokenizer = cls(**read_files(Path(dir)))
         for path in (Path(dir, "config.json"), Path(dir, "generation_config.json")):
-            ends = read_json(path).get("eos_token_id") if path.exists() else None
+            config = read_json(path) if path.exists() else {}
+            ends = config.get("text_config", config).get("eos_token_id")
             if ends is not None:
                 ends = ends if isinstance(ends, list) else [ends]
                 tokenizer.stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *ends)))
@@ -162,7 +167,7 @@ class Tokenizer:
                 ids += [self.special[part]] if part in self.special else self.encode(part)
             return ids
 
-        for part in LONG_RUN.split(_normalise(text, nfc=self.cut == "qwen")):
+        for part in LONG_RUN.split(_normalise(text, nfc=NORMALIZER[self.cut] is not None)):
             step = RUN if part.isspace() else max(1, len(part))
             for i in range(0, len(part), step):
                 ids += self._bpe.encode_ordinary(part[i:i + step])

@@ -83,13 +83,34 @@ def test_cache_and_adapters_compute_what_the_full_forward_pass_does(family):
         assert distance(model.merged_copy()(ids), model(ids)) < 1e-5
 
 
+def test_a_qwen3_5_that_also_sees_is_read_as_its_decoder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    config = transformers.Qwen3_5Config(
+        text_config=small | dict(
+            vocab_size=150, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+            eos_token_id=7, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=12, linear_value_head_dim=20),
+        vision_config=dict(depth=1, hidden_size=64, intermediate_size=96, num_heads=4,
+                           out_hidden_size=64))
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    theirs.save_pretrained(tmp_path)
+    Tokenizer.train(TEXTS, 140).save(tmp_path)
+    ours = Qwen3.from_pretrained(tmp_path)
+    ids = some_ids(ours, length=70)
+    with torch.no_grad():
+        assert distance(ours(ids), theirs(input_ids=ids).logits) < 1e-5
+    assert 7 in Tokenizer.from_pretrained(tmp_path).stop_ids
+
+
 # --- tokenizers against the package tokenizers --------------------------------------------
 
 def assert_equal_ids(ours, reference):
     rng = random.Random(5)
     hostile = ["  1", " 1  2 a", "\n\n 7\t8", "'s'S1's", "½²Ⅷ٣", "don't've", "", " ",
                "\u2028 1", "3.14e-10", "A1b2C3", "a\x04b", " \x04 \x04a", *TEXTS]
-    pieces = ["a", "Zq", "7", "12", " ", "  ", "\n", "'ll", "é", "日本", "한", "😀", "½",
+    pieces = ["\u0301", "\u093f", "a", "Zq", "7", "12", " ", "  ", "\n", "'ll", "é", "日本", "한", "😀", "½",
               "_", "...", "\u00a0", "ſ"]
     mixed = ["".join(rng.choices(pieces, k=rng.randrange(30))) for _ in range(500)]
     for text in hostile + mixed:

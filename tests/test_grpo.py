@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from test_sampler import HYBRID
 
 from engine.attention import PackedRows, gather
 from engine.packing import collate, micro_batches
@@ -231,11 +232,14 @@ def test_the_ranks_costs_are_even_in_each_round():
 
 @pytest.mark.parametrize("tries, longest", [
     (20, 13), (2, 600), pytest.param(500, 13, marks=pytest.mark.slow)])
-def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longest):
+@pytest.mark.parametrize("kind", [{}, HYBRID])
+def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longest, kind):
     """Loss, statistics and gradients are those of each row alone, with pi_old behind the
     policy, and with recomputation too."""
     torch.manual_seed(0)
-    model = Qwen3(Qwen3Config(64, 16, 24, 2, 4, 2, 4, 8192))
+    model = Qwen3(Qwen3Config(**dict(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4) | kind)).double()
 
     def learn(packs):
         model.zero_grad()

@@ -8,18 +8,18 @@ import torch
 from conftest import FLAT, SHORT, command
 from safetensors.torch import load_file
 from test_model import SHAPES, build, distance, some_ids
+from test_sampler import HYBRID
 
 import train
 from engine import device, hf
-
 from model import Qwen3
 from training import checkpoint
 
 
 def adapted(rank=4, alpha=32.0, shape="head_dim unlike hidden over heads",
-            dtype=torch.float32):
+            dtype=torch.float32, **changes):
     """A model whose adapters changed it noticeably."""
-    model = build(shape).to(dtype).add_lora(rank, alpha, seed=3)
+    model = build(shape, **changes).to(dtype).add_lora(rank, alpha, seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in model.adapters().items():
@@ -80,20 +80,21 @@ def test_merging_happens_in_float32():
 
 # --- files --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rank, shape", [*zip((1, 16), SHAPES)])
-def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, tmp_path):
+@pytest.mark.parametrize("rank, shape, changes", [
+    *zip((1, 16), SHAPES, ({}, {})), (4, "wide heads, untied", HYBRID)])
+def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, changes, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    model = adapted(rank, shape=shape)
-    build(shape).save_pretrained(tmp_path / "base")
+    model = adapted(rank, shape=shape, **changes)
+    build(shape, **changes).save_pretrained(tmp_path / "base")
     hf.save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
-    base = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "base",
-                                                         torch_dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", torch_dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         assert distance(theirs(some_ids(model)).logits, logits(model)) < 1e-5
     theirs.save_pretrained(tmp_path / "again")
-    back = build(shape).add_lora(rank, 32.0)
+    back = build(shape, **changes).add_lora(rank, 32.0)
     hf.load_adapter(back, tmp_path / "again")
     assert torch.equal(logits(back), logits(model))
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FLAT, SHORT
+from test_sampler import HYBRID
 from torch.distributed.tensor import DTensor
 
 import rlm
@@ -31,7 +32,12 @@ KINDS = {"full": {"lr": 1e-3}, "lora": {"lora_rank": 2, "lr": 1e-2}}
 def make_model(path):
     tokenizer = Tokenizer.train(["abc abd aef"] * 9, 300)
     torch.manual_seed(0)
-    model = Qwen3(Qwen3Config(tokenizer.vocab_size, 32, 48, 2, 4, 2, 8, 384))
+    model = Qwen3(Qwen3Config(  # a hybrid: it has both kinds of layer
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=384, **HYBRID))
+    for net in model.model["layers"][::2]:
+        torch.nn.init.constant_(net.linear_attn.A_log, -2.0)  # it forgets slowly
     model.save_pretrained(path)
     tokenizer.save(path)
     rlm.TINY_RLM.save(f"{path}/rlm.json")

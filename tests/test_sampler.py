@@ -26,7 +26,8 @@ SPLITS = torch.__version__ >= "2.13"  # varlen_attn, over pages, unless told not
 
 
 HYBRID = dict(
-    num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2,
+    model_type="qwen3_5_text", num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
     partial_rotary_factor=0.5, linear_conv_kernel_dim=4, linear_num_key_heads=2,
     linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
 
@@ -38,7 +39,7 @@ def build(seed=0, tied=True, **changes):
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, rope_theta=300.0,
         max_position_embeddings=64, tie_word_embeddings=tied)
     if changes.get("model_type") == "qwen3_5_text":
-        shape |= HYBRID
+        changes = HYBRID | changes
     torch.manual_seed(seed)
     model = Qwen3(Qwen3Config(**{**shape, **changes}))
     with torch.no_grad():
