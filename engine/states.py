@@ -2,12 +2,13 @@
 
 A running request owns a slot: of each linear layer its matrix, and the last inputs of its
 convolution. Each token changes it in place, so it cannot be cut back to a prefix as pages
-can. A snapshot is a slot that nobody changes: a request that begins with its tokens copies
-it, and continues. A slot of Qwen3.5-4B takes as much as the keys and values of 1,570
-tokens, so snapshots are rare. One is kept
+can. A snapshot is a slot that nobody changes, and that a request may continue. A slot of
+Qwen3.5-4B takes as much as the keys and values of 1,570 tokens, so snapshots are rare. One
+is kept
 
-    where a request stops: its slot, as it is
-    where a waiting request agrees with a prompt that is being computed
+    where a request stops: its slot, as it is, and who continues it takes it over
+    where a waiting request agrees with a prompt that is being computed: a copy, and who
+    continues it copies it once more
     where the pages of a request agree with more than WORTH tokens beyond its best snapshot
 
 A request uses the longest snapshot within the tokens that its pages agree with. Of many,
@@ -136,6 +137,7 @@ class Snapshots:
         # slot -> its tokens: the hash of their full pages, and those after. The least
         # recently used first.
         self.kept: dict[int, tuple[bytes, tuple]] = {}
+        self.copied: set[int] = set()  # those that several requests may continue
         self.after: dict[bytes, dict[tuple, int]] = {}  # the same, by the hash
 
     def match(self, request, cached: int) -> tuple[int, int]:
@@ -158,10 +160,14 @@ class Snapshots:
         """Give it a slot, which continues the snapshot `slot` of its first n tokens."""
         if not self.slots:
             return
-        request.slot = self._new()
-        if n:
+        if n and slot not in self.copied:
+            self._forget(slot)
+            request.slot = slot
+        elif n:
+            request.slot = self._new()
             self.slots.copy(slot, request.slot)
         else:
+            request.slot = self._new()
             self.slots.clear(request.slot)
         request.marks = {cached} if cached > n + WORTH else set()
 
@@ -186,29 +192,36 @@ class Snapshots:
         if request.computed in request.marks:
             slot = self._new()
             self.slots.copy(request.slot, slot)
-            self._keep(slot, request)
+            if self._keep(slot, request):
+                self.copied.add(slot)
 
     def stop(self, request) -> None:
         """What it owned becomes a snapshot."""
         if self.slots:
             self._keep(request.slot, request)
 
-    def _keep(self, slot: int, request) -> None:
+    def _keep(self, slot: int, request) -> bool:
+        """Unless it is empty, or there is one like it."""
         full = request.computed // self.pages.size
         hashed = self.pages.hash(request, full)
         tail = tuple(request.ids[full * self.pages.size:request.computed])
         if not request.computed or tail in self.after.get(hashed, {}):
             self.free.append(slot)
-            return
+            return False
         self.kept[slot] = hashed, tail
         self.after.setdefault(hashed, {})[tail] = slot
+        return True
 
     def _new(self) -> int:
         if self.free:
             return self.free.pop()
         slot = next(iter(self.kept))
+        self._forget(slot)
+        return slot
+
+    def _forget(self, slot: int) -> None:
+        self.copied.discard(slot)
         hashed, tail = self.kept.pop(slot)
         del self.after[hashed][tail]
         if not self.after[hashed]:
             del self.after[hashed]
-        return slot
