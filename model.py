@@ -3,9 +3,9 @@
 A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
 (also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
 on every query and key head before the rotation. Qwen3.5 is a hybrid: three of four layers
-are a gated delta net in place of attention (engine/delta.py); the fourth has an output gate,
-and rotates a quarter of each head. Parameters have the names of the Hugging Face
-checkpoints, so a trained model loads in transformers or vLLM.
+are a gated delta net (engine/delta.py); the fourth has attention with an output gate, which
+rotates a quarter of each head. Parameters have the names of the Hugging Face checkpoints,
+so a trained model loads in transformers or vLLM.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
 checkpoints; engine/hf.py refuses them by name. Tried and failed: float16, whose update is

@@ -150,6 +150,8 @@ def train(config: Config, world: World) -> None:
     rlm_config = replace(rlm_config, window=plan.window)
     if config.plan or plan != wanted:
         print(plan.table(wanted))
+    if hf.is_wrapped(start.weights):
+        print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
     root = rlm.opened(questions.draw("grpo", 0), tokenizer, rlm_config)
     print(settings.opening(config, rlm_config, plan), settings.room(root, rlm_config),
           sep="\n")

@@ -52,7 +52,7 @@ class Rows:
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """x and the result (B, T, channels), weight (channels, 1, width)."""
         count = len(self.before)
-        flat = F.pad(x.flatten(0, 1), (0, 0, 0, 1))  # its last row is before the first token
+        flat = F.pad(x.flatten(0, 1), (0, 0, 0, 1))  # the last row precedes first tokens
         before = np.append(np.where(self.before < 0, count, self.before), count)
         index = torch.as_tensor(taps(before, count, weight.shape[2]), device=x.device)
         return again(convolve, flat, index, weight).view(x.shape)

@@ -5,8 +5,8 @@ A few requests with one query each are too little work for a GPU, unless their k
 into parts that are attended to side by side (flash decoding). Here the parts are spans of
 SPAN tokens, whatever else is in the batch: a long request alone has the whole card, and
 the result of each does not depend on the others. The host needs no lengths, so that a CUDA
-graph can be made of it. The delta rule reads and writes each matrix once; in torch's operations it
-would be read ten times. With TRITON_INTERPRET=1 both run on a CPU, slowly.
+graph can be made of it. The delta rule reads and writes each matrix once, where torch's
+operations would read it ten times. With TRITON_INTERPRET=1 all runs on a CPU, slowly.
 
 Shapes: B requests, H query and K key/value heads, G = H / K, E head_dim, P pages of S
 tokens, C columns of the page tables. Those of the delta rule are in engine/delta.py.

@@ -16,7 +16,8 @@ in float64 if the model is.
 
 Sources: DeltaNet in chunks (arXiv 2406.06484), Gated DeltaNet (2412.06464), qwen3_5 in
 transformers. Shapes: N tokens, R runs, n chunks of T tokens, H value heads, J key heads,
-G = H / J, K and V the dimensions of keys and values, C channels, W width of the convolution.
+G = H / J, K and V the dimensions of keys and values, C channels and W width of the
+convolution.
 """
 import numpy as np
 import torch

@@ -49,8 +49,7 @@ def read_config(path: str) -> dict[str, Any]:
     ValueError with one line that names the file and the field."""
     raw = read_json(path)
     if "text_config" in raw:
-        tied = raw.get("tie_word_embeddings")
-        raw = {"tie_word_embeddings": tied, **raw["text_config"]}
+        raw = {"tie_word_embeddings": raw.get("tie_word_embeddings"), **raw["text_config"]}
     raw = {field: value for field, value in raw.items() if value is not None}
     refused = [field for field, only in ONLY.items() if raw.get(field, only) != only]
     if raw.get("model_type") not in FAMILIES:
@@ -80,6 +79,11 @@ def read_config(path: str) -> dict[str, Any]:
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     raw.setdefault("tie_word_embeddings", False)
     return raw
+
+
+def is_wrapped(path: str) -> bool:
+    """Is the decoder in this directory a part of a larger model?"""
+    return "text_config" in read_json(os.path.join(path, CONFIG))
 
 
 def config_json(config, dtype: torch.dtype) -> dict[str, Any]:

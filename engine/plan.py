@@ -74,8 +74,10 @@ class Plan:
         table = (1 if c.tie_word_embeddings else 2) * c.vocab_size * D
         rest, rest_ends = 3 * D * M + 2 * D, 3 * (D + M)
         layer = rest + 2 * D * (H + K) + D * gate
-        heads = {"qwen3": 2 * c.head_dim, "qwen2": H + 2 * K, "qwen3_5_text": 2 * c.head_dim}
-        layer += heads.get(c.model_type, 0)
+        if c.model_type == "qwen2":
+            layer += H + 2 * K
+        elif c.model_type != "llama":
+            layer += 2 * c.head_dim
         model = table + full * layer + D
         ends = full * (rest_ends + 2 * (D + H) + 2 * (D + K) + gate)
         if linear:

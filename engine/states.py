@@ -141,7 +141,7 @@ class Snapshots:
         self.after: dict[bytes, dict[tuple, int]] = {}  # the same, by the hash
 
     def match(self, request, cached: int) -> tuple[int, int]:
-        """The longest snapshot of at most `cached` of its tokens: how many, and the slot."""
+        """Its longest snapshot of at most `cached` tokens: how many, and in which slot."""
         if not self.slots:
             return cached, 0
         size = self.pages.size

@@ -110,8 +110,8 @@ def assert_equal_ids(ours, reference):
     rng = random.Random(5)
     hostile = ["  1", " 1  2 a", "\n\n 7\t8", "'s'S1's", "½²Ⅷ٣", "don't've", "", " ",
                "\u2028 1", "3.14e-10", "A1b2C3", "a\x04b", " \x04 \x04a", *TEXTS]
-    pieces = ["\u0301", "\u093f", "a", "Zq", "7", "12", " ", "  ", "\n", "'ll", "é", "日本", "한", "😀", "½",
-              "_", "...", "\u00a0", "ſ"]
+    pieces = ["a", "Zq", "7", "12", " ", "  ", "\n", "'ll", "é", "日本", "한", "😀", "½",
+              "_", "...", "\u00a0", "ſ", "\u0301", "\u093f"]
     mixed = ["".join(rng.choices(pieces, k=rng.randrange(30))) for _ in range(500)]
     for text in hostile + mixed:
         assert ours.encode(text) == reference.encode(text).ids, repr(text)
