@@ -84,8 +84,6 @@ class Qwen3Config:
 # --- the decoder --------------------------------------------------------------------------
 
 class Block(nn.Module):
-    """`rows` says how tokens see each other: engine.attention.Rows has its methods."""
-
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
         D, kinds = config.hidden_size, config.is_linear
@@ -160,8 +158,8 @@ class DeltaNet(nn.Module):
         super().__init__()
         D, self.layer = config.hidden_size, layer
         H, self.value_dim = config.linear_num_value_heads, config.linear_value_head_dim
-        self.keys = config.linear_num_key_heads, config.linear_key_head_dim
-        values, keys = H * self.value_dim, self.keys[0] * self.keys[1]
+        self.key_shape = config.linear_num_key_heads, config.linear_key_head_dim
+        values, keys = H * self.value_dim, math.prod(self.key_shape)
         channels = 2 * keys + values
         self.sizes = keys, keys, values
         self.in_proj_qkv = Linear(D, channels)
@@ -180,7 +178,7 @@ class DeltaNet(nn.Module):
     def forward(self, x: Tensor, rope, rows) -> Tensor:
         qkv = rows.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)
         q, k, v = F.silu(qkv).split(self.sizes, -1)
-        q, k = q.unflatten(2, self.keys), k.unflatten(2, self.keys)  # B T heads dimension
+        q, k = (x.unflatten(2, self.key_shape) for x in (q, k))  # B T heads dimension
         v = v.unflatten(2, (-1, self.value_dim))  # B T heads dimension
         rate, bias, a = map(wide, (self.A_log, self.dt_bias, self.in_proj_a(x)))
         decay = -rate.exp() * F.softplus(a + bias)  # B T heads
@@ -257,8 +255,8 @@ class Qwen3(nn.Module):
                rows: Rows | None = None) -> Tensor:
         """(B, T) ids -> (B, T, D) final states.
 
-        Positions count from 0 unless given. `rows` says how tokens see each other: by
-        default they are B rows. Anything with the methods of Rows will do."""
+        Positions count from 0 unless given. `rows` says how tokens see each other; by
+        default they are B rows."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         rows = rows or Rows(ids_BT)
@@ -300,7 +298,8 @@ class Qwen3(nn.Module):
     # --- LoRA -----------------------------------------------------------------------------
 
     def adapted(self) -> list[tuple[str, "Linear"]]:
-        """(name, layer) of the linear layers with adapters: all but the head."""
+        """(name, layer) of the linear layers with adapters: all but the head and the two
+        small ones of a delta net."""
         return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
 
     def adapters(self) -> dict[str, Tensor]:

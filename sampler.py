@@ -76,7 +76,7 @@ class Request:
     computed: int = 0  # how many of ids have their keys and values in its pages
     pages: list[Page] = field(default_factory=list)  # its page table
     slot: int = 0  # of its delta nets' states
-    marks: set[int] = field(default_factory=set)  # after so many tokens they are kept
+    marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
     logprobs: list[float] = field(default_factory=list)
 
@@ -196,7 +196,7 @@ class Sampler:
             sampling, logits_BV = self.attention.forward(step)
             for request, n in step:
                 self.pages.advance(request, n)
-                self.states.advanced(request)
+                self.states.keep_if_marked(request)
             if sampling:
                 tokens, logprobs = sample(logits_BV, sampling)
                 if not np.isfinite(logprobs).all():
@@ -212,12 +212,12 @@ class Sampler:
             if len(self.running) == self.batch:
                 return
             pages, cached = self.pages.match(request)
-            n, slot = self.states.match(request, cached)
+            n, hashed = self.states.match(request, cached)
             if self._must_wait(request, n):
                 continue
             if not self._fits(request, pages[:n // self.pages.size]):
                 return  # nobody overtakes it
-            self.states.start(request, n, slot, cached)
+            self.states.start(request, n, hashed, cached)
             self._start(request, pages, n)
 
     def _must_wait(self, request: Request, cached: int) -> bool:
@@ -240,8 +240,8 @@ class Sampler:
         return need <= self.pages.available() - unused
 
     def _start(self, request: Request, pages: list[Page], n: int) -> None:
-        """Take what the pages hold of its first n tokens, and run. Full pages are shared,
-        of one that is not the tokens are copied."""
+        """Take what the pages hold of its first n tokens, and run. Full pages are shared.
+        The tokens of a page that is not full are copied."""
         full, rest = divmod(n, self.pages.size)
         request.pages = pages[:full]
         for page in request.pages:
@@ -264,7 +264,8 @@ class Sampler:
         while len(step) < len(self.running):
             request = self.running[len(step)]
             missing = len(request.ids) - request.computed
-            n = 1 if missing == 1 else self.states.most(request, min(missing, budget))
+            n = 1 if missing == 1 else self.states.up_to_mark(
+                request, min(missing, budget))
             if n == 0 or not self._extend(request, n):
                 break
             step.append((request, n))

@@ -32,8 +32,7 @@ UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
 
 
 class Rows:
-    """B rows of T tokens. What every layer of the model calls, by its kind: `attend`, or
-    `convolve` and `recur`."""
+    """B rows of T tokens. Attention calls `attend`, a delta net `convolve` and `recur`."""
 
     def __init__(self, ids_BT: Tensor):
         B, T = ids_BT.shape

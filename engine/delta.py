@@ -11,8 +11,8 @@ solve one triangular system, and the matrix goes from chunk to chunk.
 
 A KV cache grows with each token and can be cut anywhere. This matrix cannot be cut: it can
 only be continued from where it was kept. So tokens that share a prefix are cut into runs,
-and a run continues the matrix with which another one ended. All is computed in float32, or
-in float64 if the model is.
+and a run continues the matrix with which another one ended. The rule is computed in
+float32, or in float64 if the model is.
 
 Sources: DeltaNet in chunks (arXiv 2406.06484), Gated DeltaNet (2412.06464), qwen3_5 in
 transformers. Shapes: N tokens, R runs, n chunks of T tokens, H value heads, J key heads,
@@ -26,21 +26,21 @@ from torch import Tensor
 from engine.device import wide
 
 CHUNK = 64  # tokens
-# What is nearly forgotten is so small that a CPU multiplies it five times as slowly.
+# What is nearly forgotten is so small that a CPU multiplies it five times as slowly. Now
+# the whole process takes it for 0.
 torch.set_flush_denormal(True)
 
 
 class Runs:
     """N tokens, of which each follows another one: `before` (N,) has the index of that, or
-    -1. In a run nothing begins and nothing forks; `starts` says where each begins. Runs are
-    cut into chunks. Chunks that can be computed at the same time are a wave: each belongs
-    to the wave after that of the chunk which it continues."""
+    -1. A run is a stretch of tokens in which each follows the one before it, and nothing
+    else follows but the last. Runs are cut into chunks. Chunks that can be computed at the
+    same time are a wave: each belongs to the wave after that of the chunk it continues."""
 
     def __init__(self, before: np.ndarray, device):
         N = len(before)
         forks = np.flatnonzero(before != np.arange(N) - 1)
         starts = np.unique([0, *forks, *before[forks] + 1])
-        starts = starts[starts < N]
         ends = [*starts[1:].tolist(), N]
         self.count = len(ends)
         self.size = min(CHUNK, max(end - start for start, end in zip(starts, ends)))  # T
@@ -74,7 +74,7 @@ class Runs:
 
 def taps(before: np.ndarray, count: int, width: int) -> np.ndarray:
     """(count, width): the index of each of the first tokens, and before it those that it
-    follows. In this `before` no -1 is: what has nothing before it follows itself."""
+    follows. Here `before` has no -1: a token without a predecessor follows itself."""
     columns = [np.arange(count)]
     while len(columns) < width:
         columns.insert(0, before[columns[0]])
@@ -96,8 +96,8 @@ def unit(x: Tensor) -> Tensor:
 
 def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs: Runs,
          first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q and k (N, J, K), v (N, H, V), decay and strength (N, H). The matrices with which
-    runs begin that follow nothing are `first` (R, H, K, V), or zeros. Returns the output,
+    """q and k (N, J, K), v (N, H, V), decay and strength (N, H). `first` (R, H, K, V) are
+    the matrices of runs that continue no other run; by default zeros. Returns the output,
     (N, H, V) of the type of v, and the matrices at the end of every chunk, (n, H, K, V)."""
     (J, K), (H, V), dtype = k.shape[1:], v.shape[1:], v.dtype
     q, k, v, decay, strength = map(wide, (q, k, v, decay, strength))

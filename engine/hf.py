@@ -31,7 +31,7 @@ LAYERS = ("full_attention", "linear_attention")  # the second in hybrids only
 LINEAR = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
           "linear_key_head_dim", "linear_value_head_dim")
 # A Qwen3.5 that also sees: of its checkpoint the decoder is read.
-WRAPPED, WRAPPER = "model.language_model.", "model."
+WRAPPER, WRAPPED, PREFIX = "qwen3_5", "model.language_model.", "model."
 UNREAD = ("model.visual.", "mtp.")
 ONLY = {  # what the decoder does in one way
     "hidden_act": "silu",
@@ -48,20 +48,23 @@ def read_config(path: str) -> dict[str, Any]:
     """The fields of config.json; a null is left out. Raises FileNotFoundError, or
     ValueError with one line that names the file and the field."""
     raw = read_json(path)
-    if "text_config" in raw:
-        raw = {"tie_word_embeddings": raw.get("tie_word_embeddings"), **raw["text_config"]}
+    if raw.get("model_type") == WRAPPER:  # it decides about these two
+        raw = raw["text_config"] | {field: raw.get(field) for field in (
+            "tie_word_embeddings", "quantization_config")}
     raw = {field: value for field, value in raw.items() if value is not None}
     refused = [field for field, only in ONLY.items() if raw.get(field, only) != only]
     if raw.get("model_type") not in FAMILIES:
         refused.append("model_type")
     hybrid = raw.get("model_type") == "qwen3_5_text"
-    if hybrid and "layer_types" not in raw:
-        every = raw.get("full_attention_interval", 4)
-        raw["layer_types"] = ["linear_attention" if i % every else "full_attention"
-                              for i in range(1, raw.get("num_hidden_layers", 0) + 1)]
-    kinds = set(raw.get("layer_types", ["full_attention"]))
-    if "full_attention" not in kinds or kinds - set(LAYERS[:1 + hybrid]):
+    kinds = raw.get("layer_types", ["full_attention"])
+    if "full_attention" not in kinds or set(kinds) - set(LAYERS[:1 + hybrid]):
         refused.append("layer_types")
+    if hybrid:
+        raw.setdefault("partial_rotary_factor", 0.25)
+        if len(kinds) != raw.get("num_hidden_layers"):
+            refused.append("layer_types")
+    else:
+        raw.pop("layer_types", None)  # all are alike
     for field in ("rope_scaling", "rope_parameters"):
         rope = raw.get(field, {})
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -83,7 +86,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def is_wrapped(path: str) -> bool:
     """Is the decoder in this directory a part of a larger model?"""
-    return "text_config" in read_json(os.path.join(path, CONFIG))
+    return read_json(os.path.join(path, CONFIG)).get("model_type") == WRAPPER
 
 
 def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def read_tensors(files: list[str],
     for file in files:
         with _open(file) as tensors:
             for stored_as in tensors.keys():
-                name = stored_as.replace(WRAPPED, WRAPPER)
+                name = stored_as.replace(WRAPPED, PREFIX)
                 if name.startswith(UNREAD):
                     continue
                 header = tensors.get_slice(stored_as)
@@ -186,7 +189,7 @@ def read_tensors(files: list[str],
     for file in files:
         with _open(file) as tensors:
             for stored_as in tensors.keys():
-                name = stored_as.replace(WRAPPED, WRAPPER)
+                name = stored_as.replace(WRAPPED, PREFIX)
                 if name in wanted:
                     yield name, tensors.get_tensor(stored_as)
 

@@ -20,14 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine import delta
 from engine.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
 from engine.device import free_bytes
-from engine.states import PER_WINDOW, Slots, StepRows, state_bytes, zeros
+from engine.states import SLOTS_PER_WINDOW, Slots, StepRows, state_bytes, zeros
 
-decode = None
+decode, delta_step = None, delta.step
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
     with contextlib.suppress(ImportError):
         from engine.decode import decode
+        from engine.decode import step as delta_step
 
 # Rows of the output matrix in one product on a CPU, which converts them to float32. So few
 # stay in its cache: five times as fast for 8 requests of SmolLM2 in bfloat16.
@@ -47,8 +49,8 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
     problem, slots = "", None
     state = state_bytes(model.config, weight.itemsize)
     if state:
-        whole = window * token_bytes(model) + PER_WINDOW * state
-        slots = Slots(model, max(2, PER_WINDOW * memory // whole))
+        whole = window * token_bytes(model) + SLOTS_PER_WINDOW * state
+        slots = Slots(model, max(2, SLOTS_PER_WINDOW * memory // whole))
         memory -= slots.count * state
         batch = min(batch, slots.count - 1)  # one is left for a snapshot
     if can_flash(weight, head_dim):
@@ -109,7 +111,7 @@ def spare_bytes(model, window: int, batch: int) -> int:
     """A pool for a program that has the device for itself: four windows per request, of
     which a cache hardly uses more, or most of what is free."""
     share = 0.8 if model.lm_head.weight.is_cuda else 0.2
-    state = PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
+    state = SLOTS_PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
     return min(int(share * free_bytes()),
                4 * batch * (window * token_bytes(model) + state))
 
@@ -237,7 +239,8 @@ class GatheredRows:
             return out.transpose(0, 1)[None]  # 1 H N E
 
         slots_B = torch.tensor([request.slot for request, _ in decoding], dtype=torch.int64)
-        rows = StepRows(attend, self.slots, slots_B.to(self.pool.device), others)
+        slots_B = slots_B.to(self.pool.device)
+        rows = StepRows(attend, delta.step, self.slots, slots_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         parts = self.model.lm_head.weight.split(HEAD_PART)
         logits = [linear_float32(hidden_ND[last_B], part) for part in parts]
@@ -339,7 +342,7 @@ class FlashPages:
                                   seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        rows = StepRows(attend, self.slots, ids_N[:0], step)
+        rows = StepRows(attend, delta_step, self.slots, ids_N[:0], step)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
@@ -407,6 +410,6 @@ class FlashPages:
             out = decode(q, *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
-        rows = StepRows(attend, self.slots, inputs[:, 2].long(), [])
+        rows = StepRows(attend, delta_step, self.slots, inputs[:, 2].long(), [])
         hidden_BD = self.model.hidden(ids_B[None], pos_B[None], rows)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

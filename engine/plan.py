@@ -12,7 +12,7 @@ import torch
 from engine.delta import CHUNK
 from engine.device import DEVICE, compute_dtype, free_bytes
 from engine.pages import FlashPages, GatheredRows
-from engine.states import PER_WINDOW, state_bytes
+from engine.states import SLOTS_PER_WINDOW, shapes, state_bytes
 from util import readable
 
 # How many sequences of full length the cache holds. The least is low, so that a longer
@@ -53,10 +53,8 @@ class Plan:
     def linear_widths(self) -> tuple[int, int, int]:
         """C, V, N of the sums below: channels of the convolution, values and heads of a
         delta net."""
-        c = self.config
-        values = c.linear_num_value_heads * c.linear_value_head_dim
-        keys = c.linear_num_key_heads * c.linear_key_head_dim
-        return 2 * keys + values, values, c.linear_num_value_heads
+        (_, channels), (heads, _, dimension) = shapes(self.config)
+        return channels, heads * dimension, heads
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -137,10 +135,10 @@ class Plan:
     @property
     def rule_bytes(self) -> int:
         """What one delta rule keeps of each token while its layer goes backward."""
-        c = self.config
-        H, K, V = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-        key_heads = 11 * c.linear_num_key_heads * K  # measured, as what follows
-        return 4 * (key_heads + H * (1.5 * K + 2 * V + 9 * CHUNK + 2 * K * V / CHUNK))
+        _, (heads, key, value) = shapes(self.config)
+        keys = 11 * self.config.linear_num_key_heads * key  # measured, as what follows
+        each = 1.5 * key + 2 * value + 9 * CHUNK + 2 * key * value / CHUNK
+        return 4 * (keys + heads * each)
 
     def activations(self) -> int:
         """What a forward pass keeps, and the largest temporary tensors of both passes."""
@@ -165,16 +163,12 @@ class Plan:
 
     @property
     def window_bytes(self) -> int:
-        """Whole pages for the keys and values of a full window. Each request that runs has
-        one page more in reserve."""
+        """Whole pages for the keys and values of a full window, and states of linear layers.
+        Each request that runs has one page more in reserve."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
         token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
-        return token * page * (-(-self.window // page) + 1)
-
-    @property
-    def states_bytes(self) -> int:
-        """The states of linear layers that go with a window."""
-        return PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
+        states = SLOTS_PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
+        return token * page * (-(-self.window // page) + 1) + states
 
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
@@ -200,11 +194,9 @@ class Plan:
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.
         times = 2 if self.device == "cpu" else 1
         left = int(SHARE[self.device] * self.have) - sum(parts.values())
-        each = times * self.window_bytes + self.states_bytes
-        windows = min(max(left // each, LEAST_WINDOWS), self.most_windows)
-        cache = windows * (self.window_bytes + self.states_bytes)
-        rows = (times - 1) * windows * self.window_bytes
-        return parts | {"KV cache": cache, "cache rows": rows}
+        windows = max(left // (times * self.window_bytes), LEAST_WINDOWS)
+        cache = min(windows, self.most_windows) * self.window_bytes
+        return parts | {"KV cache": cache, "cache rows": (times - 1) * cache}
 
     def fits(self, ranks: int) -> bool:
         return sum(self.need(ranks).values()) <= SHARE[self.device] * self.have
@@ -241,8 +233,7 @@ class Plan:
             cells = []
             for n in (1, 8):
                 plan = wanted.on_card(card).fitted(n)
-                each = plan.window_bytes + plan.states_bytes
-                windows = plan.need(n)["KV cache"] // each
+                windows = plan.need(n)["KV cache"] // plan.window_bytes
                 cell = f"{plan.window:,}, {windows} windows" + ", no copy" * plan.apart
                 cells.append(cell if plan.fits(n) else "-")
             rows.append((f"window, {card} GB", *cells))

@@ -83,11 +83,12 @@ def test_cache_and_adapters_compute_what_the_full_forward_pass_does(family):
         assert distance(model.merged_copy()(ids), model(ids)) < 1e-5
 
 
-def test_a_qwen3_5_that_also_sees_is_read_as_its_decoder(tmp_path):
+@pytest.mark.parametrize("tied, inner", [(True, {}), (False, {"tie_word_embeddings": True})])
+def test_a_qwen3_5_that_also_sees_is_read_as_its_decoder(tied, inner, tmp_path):
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4)
     config = transformers.Qwen3_5Config(
-        text_config=small | dict(
+        tie_word_embeddings=tied, text_config=inner | small | dict(
             vocab_size=150, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
             eos_token_id=7, linear_num_key_heads=2, linear_num_value_heads=4,
             linear_key_head_dim=12, linear_value_head_dim=20),

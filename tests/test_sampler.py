@@ -72,7 +72,7 @@ def check_at_rest(sampler):
     assert sampler.pages.available() == sampler.pages.count
     slots, states = sampler.attention.slots, sampler.states
     if slots:
-        assert sorted([*states.free, *states.kept]) == [*range(1, slots.count + 1)]
+        assert sorted([*states.free, *states.kept.values()]) == [*range(1, slots.count + 1)]
 
 
 def row_logprobs(model, ids):
