@@ -76,10 +76,6 @@ class Qwen3Config:
         types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         return [kind == "linear_attention" for kind in types]
 
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * (self.partial_rotary_factor or 1))
-
 
 # --- the decoder --------------------------------------------------------------------------
 
@@ -261,8 +257,8 @@ class Qwen3(nn.Module):
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         rows = rows or Rows(ids_BT)
         x = self.model["embed_tokens"](ids_BT)  # B T D
-        c = self.config
-        rope = rotation(positions_BT, c.rotary_dim, c.rope_theta, x.dtype)
+        turning = int(self.config.head_dim * (self.config.partial_rotary_factor or 1))
+        rope = rotation(positions_BT, turning, self.config.rope_theta, x.dtype)
         for block in self.model["layers"]:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, rows, use_reentrant=False,
