@@ -211,6 +211,7 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
 @pytest.mark.parametrize("field, value", [
     ("model_type", "qwen3_moe"), ("quantization_config", {"quant_method": "fp8"}),
     ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+    ("layer_types", ["linear_attention"] * 3),
     ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 700.0}),
     ("hidden_size", ...)])
 def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
