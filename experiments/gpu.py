@@ -70,7 +70,8 @@ def agreement(model: Qwen3) -> None:
 
 def sampling(model: Qwen3) -> None:
     c, weights = model.config, sum(weight.numel() for weight in model.parameters())
-    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim  # of a token
+    full = c.is_linear.count(False)
+    cached = 2 * full * c.num_key_value_heads * c.head_dim  # of a token
     sampler = Sampler(model, batch=96)
     for batch, length in LOADS:
         prompts = [prompt(model, length, seed) for seed in range(batch)]
@@ -107,7 +108,7 @@ def update(model: Qwen3, rank: int = 0) -> None:
     seconds = min(clock(one_step) for _ in range(3))
     plan = Plan(c, length, length, rank, torch.bfloat16, 0, recompute=True)
     layers, head = plan.parameters[0] - plan.parameters[1], c.vocab_size * c.hidden_size
-    attention = c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
+    attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
     rate = len(rows) * length / seconds
     flop = 6 * (layers + head / 2 + attention)  # of a token; half of them are sampled
     show("tokens/s, TFLOP/s", rate, 1e-12 * flop * rate)
