@@ -163,8 +163,8 @@ class Plan:
 
     @property
     def window_bytes(self) -> int:
-        """Whole pages for the keys and values of a full window, and states of linear layers.
-        Each request that runs has one page more in reserve."""
+        """Whole pages for the keys and values of a full window, one more in reserve for each
+        request that runs, and the states of linear layers."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
         token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
         states = SLOTS_PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)

@@ -83,7 +83,8 @@ def test_cache_and_adapters_compute_what_the_full_forward_pass_does(family):
         assert distance(model.merged_copy()(ids), model(ids)) < 1e-5
 
 
-@pytest.mark.parametrize("tied, inner", [(True, {}), (False, {"tie_word_embeddings": True})])
+@pytest.mark.parametrize("tied, inner", [
+    (True, {}), (False, {"tie_word_embeddings": True})])
 def test_a_qwen3_5_that_also_sees_is_read_as_its_decoder(tied, inner, tmp_path):
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4)

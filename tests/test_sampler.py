@@ -317,7 +317,8 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
             assert close(got.logprobs, plain, within)
         preempted += sampler.stats["preemptions"]
         reused += sampler.stats["reused"]
-    assert compared > 3 * count and reused > 5 * count
+    # A hybrid reuses less: only from where it kept a state.
+    assert compared > 3 * count and reused > (50 if model is MODEL else 5 * count)
     assert preempted or attention != "rows"
 
 
