@@ -133,7 +133,7 @@ class Node:
     @property
     def sampled(self) -> int:
         """The number of tokens that the policy sampled in this node."""
-        return sum(self.mask)
+        return sum(len(turn.ids) for turn in self.turns if turn.sampled)
 
     @property
     def said(self) -> list[Turn]:

@@ -224,9 +224,9 @@ class GatheredRows:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # N H E, N K E, N K E
-            for new, pool, rows in zip((k, v), self.pool[layer], self.rows[layer]):
-                pool.view(-1, *pool.shape[2:])[slots_N] = new
-                rows[row_B, :, pos_B] = new[:count]
+            new = torch.stack((k, v))  # 2 N K E
+            self.pool[layer].flatten(1, 2).index_copy_(1, slots_N, new)
+            self.rows[layer][:, row_B, :, pos_B] = new[:, :count].transpose(0, 1)
 
             out = torch.empty_like(q)
             if count:

@@ -31,6 +31,7 @@ from util import read_json, write_json, write_text
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
 SHOW_EVERY = 25  # steps between printed trees, after the first
+TRIM_SECONDS = 2.0  # between two returns of freed memory, of 10 ms and more each
 REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
 
 
@@ -74,7 +75,7 @@ class Run:
         self.config = config
         self.world = world
         self.out = config.out
-        self.began = self.saved = self.reported = time.monotonic()
+        self.began = self.saved = self.reported = self.trimmed = time.monotonic()
         self.state = State()
         self.trees: list[Rollout] = []  # of the last step
         self.credit: dict = {}  # of their nodes
@@ -195,7 +196,9 @@ class Run:
                or time.monotonic() - self.saved > SAVE_SECONDS)
         if self.world.gather(due)[0]:  # rank 0's clock decides
             self.save_checkpoint(model, optimizer)
-        give_back_memory()
+        if time.monotonic() - self.trimmed > TRIM_SECONDS:
+            give_back_memory()
+            self.trimmed = time.monotonic()
 
     def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
         """Write OUT/`name`: the weights, adapters merged. In GRPO the adapters are saved
