@@ -89,7 +89,7 @@ class UpdateConfig:
     steps: int = flag(
         100, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
     enough: float = flag(
-        0.05, "GRPO ends soon after the mean reward of the last 40 questions is within "
+        0.03, "GRPO ends soon after the mean reward of the last 40 questions is within "
               "this share of the best of all trees; 0: never")
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
