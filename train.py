@@ -59,7 +59,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, settings
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
-from training.settings import RECENT, RunConfig, UpdateConfig, WarmupConfig
+from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from tree import Node, Rollout
 from util import parse, readable
 
@@ -80,10 +80,8 @@ TINY_VOCABULARY = 1024
 TOKENIZER_TREES = 192
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 PATIENCE = 10  # steps without any signal, after which GRPO ends
-# Steps at falling rates before an early end. Seed 2, ended at once at half the peak rate,
-# had lost a quarter of its score in the last step.
-COOLING = 10
-LEAST_RECENT = 20  # questions that say what is usual, before a batch is called a fall
+RECENT = 40  # questions whose mean rewards say what is usual, and
+LEAST_RECENT = 20  # how many of them are needed to call a batch a fall
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
     "or --warmup if they score 0, harder ones if they score 1; or raise --group")
@@ -128,8 +126,6 @@ def train(config: Config, world: World) -> None:
     in_grpo = run.state.phase == "grpo"
     if run.state.silent == PATIENCE:  # it had stopped, and is continued
         run.state.silent = 0
-    if not config.enough:
-        run.state.last = 0
     trees = []
     if not in_grpo and config.warmup not in ("", "scripts"):
         trees = saved_trees(config.warmup)
@@ -307,9 +303,6 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         state.step += 1
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
-        if not state.last and is_learnt(state, config.enough):
-            state.last = state.step + COOLING
-            print(f"little is left to learn: at most {COOLING} more steps, at falling rates")
         run.log_step(rollouts, credit, rows, {
             **stats.metrics(), "grad_norm": norm, "taken_back": fallen,
             **clock.seconds()})
@@ -374,22 +367,8 @@ def has_fallen(config: Config, state: State, rollouts: list[Rollout]) -> bool:
                for group in grpo.scored_groups(rollouts).values()]
     fallen = config.updates == 1 and fell(rewards, state.recent)
     if not fallen:
-        remember(state, rewards)
+        state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
     return fallen
-
-
-def remember(state: State, rewards: list[list[float]]) -> None:
-    """Keep the mean rewards of the last RECENT groups, and the best of all trees."""
-    state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
-    state.top = max(state.top, *map(max, rewards))
-
-
-def is_learnt(state: State, enough: float) -> bool:
-    """Whether the mean reward of the last RECENT questions is nearly the best of any tree.
-    Where all trees had 0, it is not: then PATIENCE decides."""
-    if len(state.recent) < RECENT:
-        return False
-    return state.top - statistics.fmean(state.recent) < enough * abs(state.top)
 
 
 def fell(rewards: list[list[float]], before: list[float]) -> bool:
@@ -421,22 +400,16 @@ def take_back(optimizer: AdamW) -> None:
 
 
 def progress(config: Config, run: Run) -> float:
-    """0 before the first step of GRPO, 1 when it ends."""
-    state = run.state
-    by_steps = state.step / config.steps if config.steps else 1.0
-    by_tokens = state.sampled / config.tokens if config.tokens else 0.0
-    if state.last and state.step >= state.last:
-        return 1.0
+    """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
+    by_steps = run.state.step / config.steps if config.steps else 1.0
+    by_tokens = run.state.sampled / config.tokens if config.tokens else 0.0
     return max(by_steps, by_tokens)
 
 
 def learning_rate(config: Config, run: Run) -> float:
-    """Rises over the first five steps, then falls linearly to a tenth; soon before an early
-    end it falls to a tenth once more."""
-    step, last = run.state.step, run.state.last
-    rising = min(1.0, (step + 1) / 5)
-    cooling = (last - step) / COOLING if last else 1.0
-    return config.lr * rising * cooling * (1 - 0.9 * progress(config, run))
+    """Rises over the first five steps, then falls linearly to a tenth."""
+    rising = min(1.0, (run.state.step + 1) / 5)
+    return config.lr * rising * (1 - 0.9 * progress(config, run))
 
 
 def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,

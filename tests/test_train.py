@@ -257,28 +257,6 @@ def test_a_fall_to_no_signal_is_seen_soon_and_one_with_a_signal_when_it_is_clear
     assert not train.fell([[0.0] * 4 + [0.8] * 4] * 8, usual)
 
 
-@pytest.mark.parametrize("rate, scale, ends", [
-    (0.98, 1, True), (0.98, 5, True), (0.85, 1, False), (0.02, 1, False),
-    (0, 1, False), (1, 1, True)])  # nothing was right, or all
-def test_grpo_ends_when_nearly_all_trees_are_as_good_as_the_best(rate, scale, ends):
-    rng, state = random.Random(0), train.State()
-    for _ in range(train.RECENT):
-        assert not train.is_learnt(state, 0.05)
-        train.remember(state, [[scale * (rng.random() < rate) for _ in range(8)]])
-    assert train.is_learnt(state, 0.05) is ends
-    assert not train.is_learnt(state, 0.0)
-
-
-def test_an_early_end_comes_ten_steps_later_at_a_tenth_of_the_rate(loop_of, scripted_trees):
-    loop = loop_of("--steps", 60)
-    good = rewarded(scripted_trees, 1.0, 1.0, 1.0, 0.99)
-    loop.run.state.recent, loop.run.state.top = [1.0] * train.RECENT, 1.0
-    usual = train.learning_rate(loop.config, loop.run)
-    assert reinforce(loop, [good] * 60)["step"] == 1 + train.COOLING
-    loop.run.state.step -= 1
-    assert 0 < train.learning_rate(loop.config, loop.run) < usual
-
-
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
     old = []
 

@@ -36,7 +36,7 @@ REPORT_SECONDS = 60.0  # between report pages, each of which takes about one sec
 
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = "out resume plan steps tokens enough lr warmup_lr heldout sandbox".split()
+MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout sandbox".split()
 
 
 @dataclass
@@ -47,8 +47,6 @@ class State:
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
     recent: list[float] = field(default_factory=list)  # of groups: their mean rewards
-    top: float = -1e9  # the best reward of any tree
-    last: int = 0  # the step with which GRPO ends, as little is left to learn; 0: not yet
     best: float = -1e9  # score on the questions for validation
     results: dict[str, dict] = field(default_factory=dict)  # scores by name
     seconds: float = 0.0

@@ -8,7 +8,6 @@ from util import flag
 
 BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
 POSITIVE = 1e-12  # the least rate
-RECENT = 40  # questions whose rewards say what is usual
 NARROW = 256  # hidden size; a model below that was made from nothing, here
 WIDE = 2560  # the hidden size of Qwen3-4B
 
@@ -88,9 +87,6 @@ class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
     steps: int = flag(
         100, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
-    enough: float = flag(
-        0.03, "GRPO ends soon after the mean reward of the last 40 questions is within "
-              "this share of the best of all trees; 0: never")
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
@@ -137,12 +133,8 @@ def opening(config, rlm_config, plan) -> str:
     falls = ""
     if config.updates > 1:
         falls = "several updates per batch: a fall of the reward is not taken back\n"
-    enough = ""
-    if config.enough:
-        enough = (f"fewer steps, once the mean reward of {RECENT} questions is within "
-                  f"{config.enough:.0%} of the best tree's\n")
     return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}\n"
-            f"{enough}{falls}the defaults of a model {kind}, in {precision} on {plan.device}; "
+            f"{falls}the defaults of a model {kind}, in {precision} on {plan.device}; "
             f"{rlm_config.style} prompts; trees of at most {rlm_config.max_nodes} nodes, "
             f"{rlm_config.max_turns} turns each")
 
