@@ -231,7 +231,7 @@ def test_the_ranks_costs_are_even_in_each_round():
 
 
 @pytest.mark.parametrize("tries, longest", [
-    (20, 13), (2, 600), pytest.param(500, 13, marks=pytest.mark.slow)])
+    (10, 13), (2, 600), pytest.param(500, 13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [{}, HYBRID])
 def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longest, kind):
     """Loss, statistics and gradients are those of each row alone, with pi_old behind the
