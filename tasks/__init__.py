@@ -14,22 +14,8 @@ A kind is a module with two functions:
     make(rng, tokens=None, heldout=False) -> (query, context, gold)
     score(task, answer) -> float                in [0, 1]; `answer` is any JSON value
 
-and, if it likes, with some of these:
-
-    STRATEGY        for the full prompt of nodes that delegate: how to go about it
-    READING         the same for children that read
-    PROMPT          the system message, in place of rlm.FULL and with its fields
-    EXAMPLE         a text.Example, in place of rlm.EXAMPLE
-    in_words(query) -> str                      a generated question, for full prompts
-    TOOLS           functions that travel into the REPL as source text
-    TOKENS          the usual length of its context, if `make` heeds `tokens`
-    MOST            the largest number of tokens that a question may have
-    TINY            fields of RLMConfig for the tiny model that is made for it
-    read(row) -> (query, context, gold)         for questions from a JSON lines file
-    oracle(task, node) -> str                   the next message of a perfect script
-    demonstrate(task, node, rng) -> str         that of a script, good or bad, to learn from
-    part_score(task, part, answer) -> float     a child's own score; None where it has none
-    right_answer(task)                          an answer that scores 1; else the gold is
+and, if it likes, with what the table in docs/extending.md names: a prompt, scripts to
+imitate, tools, a reader of files.
 
 A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.
