@@ -429,7 +429,7 @@ class _Tree:
 # ------------------------------------------------------------------------------------------
 # Prompts and parsing
 
-FENCE = re.compile(r"(?<!`)(`{3,})(?:repl|python|py)[ \t]*\r?\n")
+FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")
 REPEATED = 400  # characters of the question that each observation repeats
 FULL_WINDOW = ": the window is full"
 NO_BLOCK = {

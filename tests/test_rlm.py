@@ -156,7 +156,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 
 
 @pytest.mark.parametrize("text, code", [
-    ("", None), ("```python\nx\n```", "x\n"), ("```repl\nFINAL(1)```", None),
+    ("", None), ("```python\nx\n```", None), ("```repl\nFINAL(1)```", None),
     # As models write it: behind words, with other line ends, with longer fences.
     ("Code: ```repl\nx\n```", "x\n"), ("```repl\r\nx = 1\r\n```", "x = 1\r\n"),
     ("````repl\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
