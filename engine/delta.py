@@ -127,19 +127,22 @@ def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs:
     q, k = q * since, (k * left).mT  # n J G T K, n J G K T
     kept = since[..., -1:, :]  # n J G 1 1
 
+    # Wave after wave only what needs S, in few operations: a GPU waits for each of them.
+    sizes = [len(before) * H for before in runs.waves]
+    parts = [x.flatten(0, 2).split(sizes) for x in (fresh, found, k, kept)]
     S = v.new_zeros(runs.count, H, K, V) if first is None else first
-    S = S.unflatten(1, (J, H // J))
-    outs, matrices, low = [], [], 0
-    for before in runs.waves:
-        wave = slice(low, low + len(before))
+    starts, writes, ends = [], [], []
+    for before, new, seen, keys, keep in zip(runs.waves, *parts):
         S = S.index_select(0, before)  # its backward pass sums over those that continue it
-        writes = fresh[wave] - found[wave] @ S
-        outs.append(q[wave] @ S + within[wave] @ writes)
-        S = kept[wave] * S + k[wave] @ writes
-        matrices.append(S.flatten(1, 2))
-        low = wave.stop
-    out = torch.cat(outs).movedim(3, 1).reshape(-1, H, V)  # n J G T V -> nT H V
-    return out.index_select(0, runs.places).to(dtype), torch.cat(matrices)
+        starts.append(S)
+        S = S.flatten(0, 1)
+        writes.append(torch.baddbmm(new, seen, S, alpha=-1))
+        S = torch.baddbmm(keep * S, keys, writes[-1]).view(-1, H, K, V)
+        ends.append(S)
+    S = torch.cat(starts).unflatten(1, (J, H // J))  # n J G K V
+    out = q @ S + within @ torch.cat(writes).view(fresh.shape)
+    out = out.movedim(3, 1).reshape(-1, H, V)  # n J G T V -> nT H V
+    return out.index_select(0, runs.places).to(dtype), torch.cat(ends)
 
 
 def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,

@@ -1,5 +1,5 @@
 """What several test files share. Before torch is loaded: one thread, for small models on a
-machine that may be busy."""
+machine that may be busy, and no GPU, whose program is experiments/gpu.py."""
 import base64
 import gc
 import json
@@ -15,6 +15,7 @@ import pytest
 # A job in the background begins with Ctrl-C ignored, but tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 SHORT = ("--warmup-steps 1 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
