@@ -29,6 +29,7 @@ if torch.cuda.is_available():  # only there is it used, and it takes a second to
 # Where flash attention splits the keys of a call over pages, it writes the results of all
 # requests to one place (pytorch/pytorch#194167). torch 2.12 never does, nor can be told.
 UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
+CONVERTED = 1024  # rows of a matrix that a CPU converts at once, as they stay in its cache
 
 
 class Rows:
@@ -157,8 +158,13 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32, of a matrix x of any type. Logits of about 20 would be rounded to
-    0.06 in bfloat16."""
-    if x.dtype != torch.float32 and x.is_cuda:
+    """x W^T in float32, of a matrix x of any type, without gradients. Logits of about 20
+    would be rounded to 0.06 in bfloat16."""
+    if wide(x) is x:
+        return F.linear(x, weight)
+    if x.is_cuda:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return F.linear(wide(x), wide(weight))
+    x, y = wide(x), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    for rows, out in zip(weight.split(CONVERTED), y.split(CONVERTED, 1)):
+        torch.mm(x, wide(rows).T, out=out)
+    return y

@@ -31,9 +31,6 @@ if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
         from engine.decode import decode
         from engine.decode import step as delta_step
 
-# Rows of the output matrix in one product on a CPU, which converts them to float32. So few
-# stay in its cache: five times as fast for 8 requests of SmolLM2 in bfloat16.
-HEAD_PART = 1024
 MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 # Numbers of requests for which a CUDA graph is made, up to the largest batch.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -242,9 +239,7 @@ class GatheredRows:
         slots_B = slots_B.to(self.pool.device)
         rows = StepRows(attend, delta.step, self.slots, slots_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
-        parts = self.model.lm_head.weight.split(HEAD_PART)
-        logits = [linear_float32(hidden_ND[last_B], part) for part in parts]
-        return sampling(step), torch.cat(logits, -1)
+        return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _arrange(self, step: list) -> tuple[list, list]:
         """The requests that decode, in the order of their rows, which have their keys and

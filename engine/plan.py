@@ -137,7 +137,7 @@ class Plan:
         """What one delta rule keeps of each token while its layer goes backward."""
         _, (heads, key, value) = shapes(self.config)
         keys = 11 * self.config.linear_num_key_heads * key  # measured, as what follows
-        each = 1.5 * key + 2 * value + 9 * CHUNK + 2 * key * value / CHUNK
+        each = 1.5 * key + 3 * value + 9 * CHUNK + 3 * key * value / CHUNK
         return 4 * (keys + heads * each)
 
     def activations(self) -> int:
@@ -157,9 +157,9 @@ class Plan:
         head = 2 * min(logits, self.row * vocabulary * 4)
         head += 3 * self.row * D * self.dtype.itemsize
 
-        # In float32: the head's gradient, which is first; on a CPU the head itself.
-        whole = not self.rank or (self.device == "cpu" and self.dtype.itemsize != 4)
-        return kept + max(head, running + mlp) + whole * vocabulary * D * 4
+        # In float32: the head's gradient, which is first.
+        whole = 0 if self.rank else 4 * vocabulary * D
+        return kept + max(head, running + mlp) + whole
 
     @property
     def window_bytes(self) -> int:

@@ -239,7 +239,7 @@ def test_logits_are_float32_where_layers_compute_in_bfloat16():
         hidden = model.hidden(ids)[0, :-1].double()
         exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
         got, _ = model.logprobs(ids, mask)
+        logits = linear_float32(hidden.bfloat16(), model.lm_head.weight)
     want = exact.gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
-    logits = linear_float32(hidden.bfloat16(), model.lm_head.weight)
     assert logits.dtype == torch.float32
