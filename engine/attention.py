@@ -158,8 +158,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32, of a matrix x of any type, without gradients. Logits of about 20
-    would be rounded to 0.06 in bfloat16."""
+    """x W^T in float32, without gradients, of matrices of one type. Logits of about 20 would
+    be rounded to 0.06 in bfloat16."""
     if wide(x) is x:
         return F.linear(x, weight)
     if x.is_cuda:

@@ -114,7 +114,8 @@ def update(model: Qwen3, rank: int = 0) -> None:
     layers, head = plan.parameters[0] - plan.parameters[1], c.vocab_size * c.hidden_size
     attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
     rate = len(rows) * length / seconds
-    flop = 6 * (layers + head / 2 + attention)  # of a token; half of them are sampled
+    matrices = 4 if rank else 6  # frozen ones have no gradient
+    flop = matrices * (layers + head / 2) + 6 * attention  # of a token; half are sampled
     show("tokens/s, TFLOP/s", rate, 1e-12 * flop * rate)
     if DEVICE == "cuda":
         planned = sum(plan.need()[part] for part in UPDATE) / GIB
