@@ -44,7 +44,7 @@ from tasks.text import as_text
 from training import report
 from training.metrics import shares
 from tree import Completion, Node, Rollout, from_row, write_rollouts
-from util import write_text
+from util import MISREAD, write_text
 
 # The last three are in baselines/methods.py.
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
@@ -205,7 +205,7 @@ def earlier_answers(path: str, settings: dict | None = None) -> dict[tuple, tupl
         for row in rows:
             name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
             answers[name] = row, rollout
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except MISREAD:
         raise ValueError(f"{path} was not written by --out") from None
     if settings and first != settings:
         raise ValueError(f"{path} was written by another command: name another --out")
@@ -256,8 +256,11 @@ def compare(args: argparse.Namespace) -> None:
     loaded = [tasks.load(spec, args.data) for spec in args.tasks or [config.task]]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     for name in kinds:
-        if args.policy and not hasattr(kinds[name], args.policy):
-            raise ValueError(f"the task {name} has no function {args.policy}")
+        for function in filter(None, (args.policy, not args.reward and "score")):
+            util.function_of(kinds[name], function)
+    for path in filter(None, (args.save, args.html, args.out)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise ValueError(f"{path}: there is no such directory")
     score = util.load_function(args.reward, "score") if args.reward else tasks.reward
     policy = None
     if args.api:
@@ -293,7 +296,8 @@ def compare(args: argparse.Namespace) -> None:
         questions = questions_of(args, kinds[cell[0]], cell[1])
         names = [(*cell, i) for i in range(len(questions))]
         todo = [(name, task) for name, task in zip(names, questions)
-                if name not in answers or answers[name][1].failed]
+                if name not in answers or answers[name][1].failed
+                or answers[name][1].task.id != task.id]
         asyncio.run(side_by_side(one, todo, at_once, f"{cell[0]} {cell[2]}"))
         cells[cell] = {name[3]: answers[name][0] for name in names}
         rows.append(summary(list(cells[cell].values()), *cell))

@@ -99,14 +99,14 @@ def inherit(rollouts: list[Rollout], per_tree: list[float],
 def node_weights(root: Node, config: GRPOConfig) -> dict[Node, float]:
     """The factor of each node's J_node in J(root): the product of 1/k from the root down.
 
-    Nodes that sampled nothing are absent. Children "sum" and length "batch" make all 1."""
+    Nodes that sampled nothing are absent. Children "sum" makes all 1."""
     weights = {}
 
     def visit(node: Node, weight: float) -> None:
         if node.sampled:
             weights[node] = weight
         children = [child for child in node.children if child.sampled]
-        if config.children == "mean" and config.length != "batch":
+        if config.children == "mean":
             weight /= max(1, len(children))
         for child in children:
             visit(child, weight)
@@ -241,8 +241,8 @@ class GRPOConfig:
         check(self)
         if self.credit == "root" and self.children == "sum":
             raise ValueError("credit root trains no children: children sum has no effect")
-        if self.length == "batch" and self.children == "sum":
-            raise ValueError("length batch weights all tokens alike, whoever sampled them")
+        if self.length == "batch" and self.children == "mean":
+            raise ValueError("length batch weights all tokens alike: give --children sum")
 
 
 def check_switches(objective: Callable, config: GRPOConfig) -> None:

@@ -390,8 +390,7 @@ def open_checkpoint(path: str) -> Qwen3:
     """The model of a directory, to sample from. If that holds adapters alone, they are
     added to the weights that they were trained on."""
     saved = hf.adapter_config(path)
-    base = saved.get("base_model_name_or_path", path)
-
+    base = os.path.join(path, "adapter", saved["base_model_name_or_path"]) if saved else path
     model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])

@@ -186,7 +186,13 @@ class Capture(io.StringIO):
 
     def __init__(self, limit: int):
         super().__init__()
-        self.room = limit  # below 0: the number of characters that were cut
+        self.limit = limit
+        self.empty()
+
+    def empty(self) -> None:
+        self.seek(0)
+        self.truncate()
+        self.room = self.limit  # below 0: the number of characters that were cut
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, self.room)])
@@ -215,6 +221,7 @@ class Worker:
         sys.modules["__main__"] = types.ModuleType("__main__")
         self.namespace = vars(sys.modules["__main__"])
         self.builtins = Builtins(self)
+        self.capture = Capture(limits.output_chars)
         self.python = dict(vars(python_builtins))
         self.answer = {"content": "", "ready": False}
 
@@ -222,7 +229,8 @@ class Worker:
         """Run what the client sends."""
         while True:
             kind, data = self.receive()
-            self.capture = sys.stdout = sys.stderr = Capture(self.limits.output_chars)
+            sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
+            self.capture.empty()
             self.open, self.ending = True, False
             handle = self.start if kind == b"S" else self.block
             error = handle(**json.loads(data[HEADER.size:]))
@@ -256,9 +264,10 @@ class Worker:
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
             last = ast.Expression(tree.body.pop().value)
+            last = compile(last, name, "eval")  # what is wrong in it is said before all runs
         exec(compile(tree, name, "exec"), self.namespace)
         if last:
-            value = eval(compile(last, name, "eval"), self.namespace)
+            value = eval(last, self.namespace)
             if value is not None:
                 print(repr(value))  # as at Python's own prompt
 

@@ -78,6 +78,10 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     return replace(config, window=min(config.window, positions), limits=limits)
 
 
+CHOICES = {"style": ("full", "brief"), "sandbox": ("require", "auto", "off")}
+MOST = 1e9  # of each number
+
+
 def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig | Limits:
     """The configuration with these fields in place of its own. Raises ValueError that names
     the `source` for a field that there is not, and for a wrong value."""
@@ -90,9 +94,14 @@ def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig |
             raise ValueError(f"{source}: there is no field {name!r}")
         if isinstance(usual, Limits):
             value = changed(usual, value, source)
-        good = {"style": ("full", "brief")}.get(name, (value,))
         types = (type(usual), int) if type(usual) is float else (type(usual),)
-        if type(value) not in types or value not in good:
+        good = type(value) in types
+        if good and name in CHOICES:
+            good = value in CHOICES[name]
+        elif good and type(value) in (int, float):
+            least = 0 if name == "max_depth" else MOST ** -1
+            good = least <= value <= MOST
+        if not good:
             raise ValueError(f"{source}: {name} cannot be {value!r}")
         values[name] = value
     return replace(config, **values)
@@ -196,7 +205,11 @@ async def reward_of(root: Node, task: Task, score: Callable) -> float:
     kept as root.score. Raises ValueError if the reward is not finite."""
     if score is not tasks.reward and hasattr(tasks.of(task), "score"):
         root.score = await reward_of(root, task, tasks.reward)
-    arguments = (task, root.answer, root)[:len(inspect.signature(score).parameters)]
+    arguments = (task, root.answer, root)
+    try:
+        inspect.signature(score).bind(*arguments)
+    except TypeError:  # it takes no root
+        arguments = arguments[:2]
     reward = score(*arguments)
     if inspect.isawaitable(reward):
         reward = await reward
@@ -262,8 +275,11 @@ class _Tree:
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
         system, example, user = opening(node, query, context, self.kind, self.config)
-        ids = self.tokenizer.open(system, user, example) if self.tokenizer else ()
-        size = len(ids) or sum(map(about, (system, *example, user)))
+        self.nodes_left -= 1  # what does not fit costs a node, too
+        ids, size = (), sum(map(about, (system, *example, user)))
+        if self.tokenizer and size < 4 * self.config.window:  # else it cannot fit
+            ids = self.tokenizer.open(system, user, example)
+            size = len(ids)
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
@@ -271,7 +287,6 @@ class _Tree:
         node.add(Turn("system", system))
         node.example = example
         node.add(Turn("user", user, tuple(ids)))
-        self.nodes_left -= 1
         return ""
 
     async def converse(self, node: Node, query: str, context: Any) -> None:
@@ -365,7 +380,7 @@ class _Tree:
         if result.done:
             node.answer, node.end = result.final, "final"
         elif result.died:
-            node.end = result.died
+            node.end, node.reason = result.died, result.error
         return result.stdout.rstrip("\n"), result.error.rstrip("\n")
 
     def observe(self, node: Node, query: str, printed: str, notes: str) -> None:

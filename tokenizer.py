@@ -28,7 +28,7 @@ from typing import Any
 
 import tiktoken
 
-from util import read_json, write_json, write_text
+from util import read_json, reading, write_json, write_text
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDOFTEXT, IM_START, IM_END = MARKERS
@@ -124,12 +124,14 @@ class Tokenizer:
         """Read a checkpoint directory: tokenizer.json, else vocab.json and merges.txt of a
         Qwen. config.json and generation_config.json say which ids end a turn, too. Raises
         OSError, or ValueError: one line that names the file and the fault."""
-        tokenizer = cls(**read_files(Path(dir)))
+        with reading(dir):
+            tokenizer = cls(**read_files(Path(dir)))
         for path in (Path(dir, "config.json"), Path(dir, "generation_config.json")):
             config = read_json(path) if path.exists() else {}
-            ends = config.get("text_config", config).get("eos_token_id")
-            if ends is not None:
+            with reading(path):
+                ends = (config.get("text_config") or config).get("eos_token_id")
                 ends = ends if isinstance(ends, list) else [ends]
+                ends = [int(end) for end in ends if end is not None]
                 tokenizer.stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *ends)))
         return tokenizer
 

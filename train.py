@@ -60,7 +60,7 @@ from training import checkpoint, settings
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
-from tree import Node, Rollout
+from tree import Node, Rollout, printable
 from util import parse, readable
 
 
@@ -157,7 +157,7 @@ def train(config: Config, world: World) -> None:
           sep="\n")
     if config.plan:
         prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
-        print(questions.described(), *prompt, sep="\n")
+        print(printable("\n".join([questions.described(), *prompt])))
         return
     print(f"what is interrupted continues with: {resuming(config, world)}")
     if not plan.fits(world.size):
@@ -208,8 +208,7 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
     """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
     state, steps, said = run.state, config.warmup_steps, time.monotonic()
     suits = settings.defaults(plan.config.hidden_size)
-    nodes = [node for tree in trees for node in tree.root.walk()
-             if node.sampled and len(node.ids) <= plan.window]
+    nodes = nodes_to_imitate(trees, plan) if trees else []
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
@@ -253,6 +252,7 @@ def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: T
         if others:
             print(f"{others} of {len(saved)} saved trees have a system prompt that this "
                   "run will not use")
+        nodes_to_imitate(saved, plan)
         return saved
     suits = settings.defaults(plan.config.hidden_size)
     count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
@@ -263,7 +263,17 @@ def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: T
     reward = statistics.fmean(tree.reward for tree in trees)
     print(f"warm-up: {len(trees)} scripted trees of {len(nodes)} nodes, mean reward "
           f"{reward:.3f}; nodes ended with {shares(Counter(node.end for node in nodes))}")
+    nodes_to_imitate(trees, plan)
     return trees
+
+
+def nodes_to_imitate(trees: list[Rollout], plan: Plan) -> list[Node]:
+    """The nodes that were sampled and fit into the window. Raises ValueError if none do."""
+    nodes = [node for tree in trees for node in tree.root.walk() if node.sampled]
+    fit = [node for node in nodes if len(node.ids) <= plan.window]
+    if not fit:
+        raise ValueError(f"no node of the warm-up fits into {plan.window:,} tokens")
+    return fit
 
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,

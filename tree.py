@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from util import write_text
+from util import MISREAD, write_text
 
 
 class Refused(Exception):
@@ -97,6 +97,7 @@ class Node:
     # has what its code put into answer["content"].
     answer: Any = None
     end: str = ""  # why it ended: one of ENDS; "" while it grows
+    reason: str = ""  # if its REPL died, what the server said
     errors: list[int] = field(default_factory=list)  # numbers of turns without working code
     # A child's own score, if the task has one; only some objectives read it. A root has the
     # task's score here where --reward replaces it.
@@ -173,7 +174,7 @@ def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
         for number, line in enumerate(file, 1):
             try:
                 rollouts.append(from_row(json.loads(line), task_type))
-            except (ValueError, KeyError, TypeError) as error:
+            except MISREAD as error:
                 where = f"{path} line {number}"
                 raise ValueError(f"{where}: not a rollout ({error!r:.200})") from None
     return rollouts
@@ -217,7 +218,8 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
                 mark = " "
 
         answer = _cut(printable(repr(node.answer)), width)
-        lines.append(f"{bar}└ {printable(node.end)}: {answer}")
+        reason = f" ({_cut(printable(node.reason), width)})" if node.reason else ""
+        lines.append(f"{bar}└ {printable(node.end)}{reason}: {answer}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 Standard library only. Left out: nested configurations, and files of settings.
 """
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -41,13 +42,39 @@ def readable(size: float) -> str:
         size /= 1024
 
 
-def read_json(path: str) -> Any:
-    """Raises OSError, or ValueError that names the file."""
-    with open(path, encoding="utf-8") as file:
+# What code raises that reads a value of another form than it expects.
+MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError,
+           EOFError, RecursionError)
+
+
+@contextlib.contextmanager
+def reading(path: str):
+    """Around code that reads a file: what is wrong in it becomes a ValueError of one line
+    that names the file."""
+    try:
+        yield
+    except MISREAD as error:
+        if str(error).startswith(str(path)):
+            raise
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path}: {type(error).__name__}: {why:.200}") from None
+
+
+def read_json(path: str) -> dict:
+    """The object in a file. Raises OSError, or ValueError that names the file."""
+    with open(path, encoding="utf-8") as file, reading(path):
         try:
-            return json.load(file)
+            value = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise ValueError("no JSON object")
+        return value
+
+
+def program(name: str) -> str:
+    """The path from here to one of our programs, for commands that are printed."""
+    return os.path.relpath(Path(__file__).with_name(name))
 
 
 def read_texts(paths: list[str]) -> str | dict[str, str]:
@@ -155,11 +182,19 @@ def load_file(path: str) -> ModuleType:
 
 
 def load_function(spec: str, default: str) -> Callable:
-    """The function `path/to/file.py:function`, or the one called `default` in the file."""
+    """The function `path/to/file.py:function`, or the one called `default` in the file.
+    Raises ValueError if there is none."""
     path, colon, name = spec.partition(".py:")
     if colon:
         path += ".py"
-    return getattr(load_file(path), name or default)
+    return function_of(load_file(path), name or default)
+
+
+def function_of(module: ModuleType, name: str) -> Callable:
+    """Raises ValueError if the module has no such function."""
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{module.__file__} has no function {name}")
+    return getattr(module, name)
 
 
 def is_theirs(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ import os
 import openai
 
 from tree import Completion, Lost, Node, Refused
+from util import MISREAD
 
 REFUSALS = (400, 413, 422)
 NEWER = "max_completion_tokens"  # the name of max_tokens for newer models
@@ -43,6 +44,12 @@ class API:
                 reply = await client.chat.completions.create(
                     model=self.model, messages=messages, temperature=self.temperature,
                     **{limit: max_tokens})
+            choice, used = reply.choices[0], reply.usage
+            usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
+            stop = "length" if choice.finish_reason == "length" else "stop"
+            return Completion(choice.message.content or "", stop=stop, usage=usage)
+        except MISREAD as error:
+            raise Lost(f"{self.server['base_url']}: unusable reply, {error!r:.200}") from None
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", None)
             if status == 400 and limit != NEWER and NEWER in str(error):
@@ -51,8 +58,3 @@ class API:
             if status not in REFUSALS:
                 raise Lost(f"{self.server['base_url']}: {error}") from None
             raise Refused(str(error)) from None
-
-        choice, used = reply.choices[0], reply.usage
-        usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
-        stop = "length" if choice.finish_reason == "length" else "stop"
-        return Completion(choice.message.content or "", stop=stop, usage=usage)

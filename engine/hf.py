@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.parallel import full_tensor, local_share
-from util import read_json, write_json
+from util import read_json, reading, write_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -47,9 +47,13 @@ ONLY = {  # what the decoder does in one way
 def read_config(path: str) -> dict[str, Any]:
     """The fields of config.json; a null is left out. Raises FileNotFoundError, or
     ValueError with one line that names the file and the field."""
-    raw = read_json(path)
+    with reading(path):
+        return _checked(read_json(path), path)
+
+
+def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
     if raw.get("model_type") == WRAPPER:  # it decides about these two
-        raw = raw["text_config"] | {field: raw.get(field) for field in (
+        raw = raw.get("text_config", {}) | {field: raw.get(field) for field in (
             "tie_word_embeddings", "quantization_config")}
     raw = {field: value for field, value in raw.items() if value is not None}
     refused = [field for field, only in ONLY.items() if raw.get(field, only) != only]
@@ -79,6 +83,10 @@ def read_config(path: str) -> dict[str, Any]:
     missing = [field for field in NUMBERS + LINEAR * hybrid if not raw.get(field)]
     if missing:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
+    if hybrid and raw["linear_num_value_heads"] % raw["linear_num_key_heads"]:
+        raise ValueError("linear_num_value_heads is no multiple of linear_num_key_heads")
+    if hybrid and raw["linear_conv_kernel_dim"] < 2:
+        raise ValueError("linear_conv_kernel_dim is less than 2")
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     raw.setdefault("tie_word_embeddings", False)
     return raw
@@ -122,8 +130,8 @@ def write_weights(path: str, tensors: Iterable[tuple[str, Tensor]],
 # What we call NAME.lora_A, PEFT calls base_model.model.NAME.lora_A.weight.
 
 def save_adapter(model, path: str, base: str, write: bool = True) -> None:
-    """Write PEFT's files; `base` is the directory of the frozen weights. With sharded
-    weights all ranks call this, one of them with `write`."""
+    """Write PEFT's files; `base` is the directory of the frozen weights, absolute or seen
+    from `path`. With sharded weights all ranks call this, one of them with `write`."""
     tensors = {f"base_model.model.{name}.weight": full_tensor(weight.detach())
                for name, weight in model.adapters().items()}
     if not write:
@@ -133,7 +141,7 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": os.path.abspath(base),
+        "base_model_name_or_path": base,
         "r": model.rank,
         "lora_alpha": model.alpha,
         "target_modules": sorted({name.split(".")[-1] for name, _ in model.adapted()}),

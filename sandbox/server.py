@@ -56,9 +56,10 @@ class Handle:
         self.control.settimeout(60)
         arguments = json.dumps([theirs.fileno(), sandbox, self.base])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8",
-                       "HOME": self.base, "TMPDIR": self.base}
-        # -E and -s: without the user's settings and packages
-        command = [sys.executable, "-E", "-s", "-c", program, arguments]
+                       "HOME": self.base, "TMPDIR": self.base,
+                       "PYTHONHASHSEED": "0"}  # sets print alike in each run
+        # -s: without the user's packages
+        command = [sys.executable, "-s", "-c", program, arguments]
         with theirs:
             self.process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()],
@@ -176,15 +177,17 @@ class Slot:
 
 def processor_seconds(pid: int) -> float:
     """What a process and those below it have used, with those that ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            numbers = file.read().rpartition(")")[2].split()
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            children = file.read().split()
-    except OSError:  # it has ended
-        return 0.0
-    ticks = sum(map(int, numbers[11:15]))  # user and system, its own and of the ended
-    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(processor_seconds, children))
+    ticks, below = 0, [pid]
+    while below:
+        pid = below.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/{pid}/stat") as file:
+                numbers = file.read().rpartition(")")[2].split()
+            ticks += sum(map(int, numbers[11:15]))  # its own and of the ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    below += file.read().split()
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Server:
@@ -207,7 +210,9 @@ class Server:
     def loop(self) -> None:
         while True:
             running = [s.deadline for s in self.workers.values() if s.state == "running"]
-            wait = max(0.0, min(running) - time.monotonic()) if running else None
+            wait = None
+            if running:  # the kernel takes no longer wait than some weeks
+                wait = min(3600.0, max(0.0, min(running) - time.monotonic()))
             for key, mask in self.selector.select(wait):
                 key.data(mask)
             now = time.monotonic()
@@ -347,6 +352,7 @@ class Server:
 def main(worker: type) -> None:
     """The server's process. `Handle` starts it in the repository's directory."""
     control, sandbox, base = json.loads(sys.argv[1])
+    del os.environ["PYTHONHASHSEED"]  # this Python has read it
     call("prctl", SET_NAME, b"repl-server", 0, 0, 0)  # what ps and top show
 
     # Model code cannot import anything of the repository.

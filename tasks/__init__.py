@@ -56,6 +56,9 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     if not util.is_path(spec):
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")
+    if not Path(spec).is_file():
+        raise ValueError(f"{spec}: no such file. If it is the task that rlm.json names, give "
+                         "its new place as --task (eval.py: --tasks)")
     kind = util.load_file(spec)
     name = name_of(kind)
     if name in NAMES or _files.setdefault(name, kind) is not kind:
@@ -82,10 +85,11 @@ def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
     """A generated question. `rng` decides everything, so a seed names a question. A token
     is four characters of the context. `heldout` asks for what is never in training."""
     name = name_of(kind)
+    generate = util.function_of(kind, "make")
     if tokens is not None and not hasattr(kind, "TOKENS"):
         raise ValueError(f"{name} tasks have one size, no number of tokens")
     try:
-        made = kind.make(rng, tokens=tokens, heldout=heldout)
+        made = generate(rng, tokens=tokens, heldout=heldout)
     except ValueError as error:
         raise ValueError(f"{name}: no question of {tokens} tokens ({error})") from error
     return question(f"{name}-{rng.randrange(1 << 32):08x}", name, made)

@@ -37,7 +37,10 @@ def score(task, answer):
 def read(row):
     """`input` (the question is its last line), `outputs` = [strings]: RULER's files."""
     context, _, query = field(row, "input").strip().rpartition("\n")
-    return query, context, field(row, "outputs", list)
+    values = field(row, "outputs", list)
+    if not values or not all(isinstance(value, str) for value in values):
+        raise ValueError("field 'outputs' is no list of strings")
+    return query, context, values
 
 
 # A root: each child looks for the needle in a piece of the context. The pieces overlap.

@@ -99,7 +99,9 @@ def read(row):
     text = field(row, "answer").replace("datetime.date", "")
     value = ast.literal_eval(text)[0]
     if kind == "DATE":
-        value = "{}-{:02}-{:02}".format(*value)
+        value = datetime(*value).date()
+    if kind == "NUMERIC":
+        value = int(value)
     gold = {"type": kind, "value": str(value)}
     return field(row, "question"), field(row, "context_window_text"), gold
 

@@ -3,17 +3,20 @@
 Generated questions are drawn from (seed, phase, number). Those of a file are shuffled anew
 in each epoch, and a part of them is held out.
 """
+import hashlib
 import json
 import math
 import random
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import tasks
 from tasks import Task
 from tasks.text import about, as_text
+from util import MISREAD
 
 MOST_REASONS = 10  # that are printed of rows left out
 LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
@@ -118,8 +121,11 @@ def read(path: str, kind: ModuleType) -> list[Task]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-            questions.append(tasks.question(f"row-{number}", name, kind.read(row)))
-        except ValueError as error:  # also raised by json for what is not JSON
+            made = tasks.question("", name, kind.read(row))
+            content = json.dumps([made.query, made.context, made.answer])
+            id = "row-" + hashlib.sha256(content.encode()).hexdigest()[:12]
+            questions.append(replace(made, id=id))
+        except MISREAD as error:
             reason = re.sub(r"\d+", "#", str(error))  # names and places differ by row
             problems.setdefault(reason, []).append(f"line {number}: {error}")
 

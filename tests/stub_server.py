@@ -16,7 +16,9 @@ class Stub:
     """`says`: the reply to everything. `always`: the status of every attempt, in place of
     a reply. `limit`: the name of max_tokens; without it a request is refused."""
 
-    def __init__(self, says: str, always: str = "", limit: str = "max_tokens"):
+    def __init__(self, says: str, always: str = "", limit: str = "max_tokens",
+                 raw: str = ""):
+        self.raw = raw  # in place of each reply
         self.says, self.always, self.limit = says, always, limit
         self.log: list[dict] = []
         self.lock = threading.Lock()
@@ -57,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": into, "completion_tokens": len(text.split())}}
         if fault:
             status, body = int(fault), {"error": {"message": f"no luck, use {stub.limit}"}}
-        sent = json.dumps(body).encode()
+        sent = (stub.raw or json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(sent)))
         self.send_header("Content-Type", "application/json")

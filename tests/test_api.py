@@ -12,7 +12,7 @@ from conftest import command
 from rlm import RLMConfig, collect, jobs
 from stub_server import KEY, Stub
 from tasks import Task
-from tree import Node, Refused, Turn
+from tree import Lost, Node, Refused, Turn
 
 TASK = Task("t", "question", "What is it?", "the context")
 
@@ -84,6 +84,14 @@ def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
     with pytest.raises(RuntimeError, match=server.url):
         api = API(server.url, "m", max_retries=0)
         asyncio.run(collect(jobs([TASK]), api, None, RLMConfig()))
+
+
+@pytest.mark.parametrize("raw", [
+    "{", "<html>", "null", "[]", "{}", '{"choices": []}', '{"choices": null}',
+    '{"error": {"message": "busy"}}', '{"choices": [{"message": {"content": "hi"}}]}'])
+def test_a_reply_that_cannot_be_used_loses_the_request(raw):
+    with Stub(says="hi", raw=raw) as server, pytest.raises(Lost):
+        complete(server, "q", max_retries=0)
 
 
 def test_the_command_line_shows_the_tree_then_the_answer(tmp_path, monkeypatch, capsys):

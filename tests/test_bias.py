@@ -35,7 +35,7 @@ def all_trees():
 
 @pytest.mark.parametrize("switch", [
     {}, dict(children="mean"), dict(length="sequence"), dict(std="on"),
-    dict(children="mean", length="batch")])
+    dict(children="sum", length="batch")])
 def test_only_summed_children_constant_length_no_std_give_the_true_gradient(switch):
     """Exactly, times (G - 1) / G. Others differ in direction, not only in length."""
     theta = THETA.clone().requires_grad_()

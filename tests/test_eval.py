@@ -211,7 +211,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypa
 @pytest.mark.parametrize("args, says", [
     ([], "needs --model DIR"), (["--model", "/nowhere"], "/nowhere"),
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
-    (["--policy", "oracle", "--tasks", __file__], "test_eval has no function oracle"),
+    (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
     (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
     (["--compare", "/nowhere"], "/nowhere"), (["--compare", "/dev/null"], "no answer of"),

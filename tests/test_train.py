@@ -314,7 +314,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 
 @pytest.mark.parametrize("phase, parts, weights", [
     ("warmup", ["optimizer"], "last"), ("warmup", ["adapter", "optimizer"], "model"),
-    ("grpo", [], "last"), ("grpo", ["adapter", "optimizer"], "warmup")])
+    ("grpo", ["optimizer"], "last"), ("grpo", ["adapter", "optimizer"], "warmup")])
 def test_adapters_are_continued_on_the_weights_that_they_belong_to(
         phase, parts, weights, tmp_path):
     last = tmp_path / "checkpoints" / f"{phase}-000007"

@@ -15,6 +15,7 @@ import warnings
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -67,13 +68,25 @@ def keep_last(out: str) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def in_one_line(path: str):
+    """torch reports damaged files and a full disk with a traceback per rank."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        lines = str(error).strip().splitlines() or [repr(error)]
+        raise OSError(f"{path}: cannot be read or written: {lines[-1]:.300}") from None
+
+
 def save_optimizer(model, optimizer, path: str) -> None:
     """By name of the weight, so that any number of ranks can read it."""
-    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
-             no_dist=not dist.is_initialized())
+    with in_one_line(path):
+        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path,
+                 no_dist=not dist.is_initialized())
 
 
 def load_optimizer(model, optimizer, path: str) -> None:
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    with in_one_line(path):
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, state)

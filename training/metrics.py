@@ -52,6 +52,7 @@ def describe(rollouts: list[Rollout], credits: dict) -> dict:
         "errors": sum(len(node.errors) for node in nodes) / n,
         "ran": ran(nodes),
         "asks": sum(bool(rollout.root.children) for rollout in scored) / n,
+        "deaths": dict(Counter(node.reason for node in nodes if node.reason)),
         "ends": dict(Counter(rollout.root.end for rollout in scored).most_common()),
     }
     own = [r.root.score for r in scored if r.root.score is not None]

@@ -145,7 +145,8 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
         name = ".".join(map(str, node.path))
         seen = node.turns if node.path else node.said  # each child is shown the same
         return {
-            "name": f"{node.kind} {name}" if name else "root", "end": node.end,
+            "name": f"{node.kind} {name}" if name else "root",
+            "end": f"{node.end}: {node.reason}" if node.reason else node.end,
             "n": node.sampled + node.counted, "errors": len(node.errors),
             "adv": finite(advantages.get(node)), "answer": shown(node.answer),
             "children": [place[child] for child in node.children],

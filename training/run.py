@@ -18,15 +18,15 @@ import shlex
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
 from engine import hf
 from engine.parallel import World
 from training import checkpoint, metrics, report
-from tree import Rollout, render
-from util import read_json, write_json, write_text
+from tree import Rollout, printable, render
+from util import program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -46,11 +46,16 @@ class State:
     step: int = 0  # of the phase
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
-    recent: list[float] = field(default_factory=list)  # of groups: their mean rewards
+    recent: list = field(default_factory=list)  # of groups: their mean rewards
     best: float = -1e9  # score on the questions for validation
-    results: dict[str, dict] = field(default_factory=dict)  # scores by name
+    results: dict = field(default_factory=dict)  # scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
+
+    def __post_init__(self):
+        for f in fields(self):
+            if not isinstance(getattr(self, f.name), f.type):
+                raise TypeError(f"{f.name} cannot be {getattr(self, f.name)!r:.40}")
 
 
 @dataclass(frozen=True)
@@ -111,15 +116,21 @@ class Run:
                                      f"change it to {now!r}")
         found = checkpoint.checkpoints(out) if config.resume else []
         if not found:
+            if config.resume and os.path.isdir(self.path("warmup")):  # GRPO had begun
+                raise ValueError(f"{out}: all checkpoints are gone; nothing can be resumed")
             return Start(config.model, State())
 
         last = found[-1]
-        state = State(**read_json(os.path.join(last, "state.json")))
+        state_file = os.path.join(last, "state.json")
+        with reading(state_file):
+            state = State(**read_json(state_file))
         print(f"resuming {out} at {state.phase} step {state.step}")
         weights, parts = last, {}
         for name in ("adapter", "optimizer"):
             path = os.path.join(last, name)
             parts[name] = path if os.path.isdir(path) else ""
+        if state.step and not parts["optimizer"]:
+            raise ValueError(f"{last} lacks its optimizer: remove this checkpoint")
         if parts["adapter"]:
             weights = self.frozen(state)
         return Start(weights, state, last, **parts)
@@ -164,9 +175,13 @@ class Run:
                **metrics.describe(rollouts, credit)}
         self.log(row)
         print(metrics.line(row, self.config.steps))
+        if self.state.step == 1:
+            seconds = sum(row[name] for name in ("sample_s", "repl_s", "update_s"))
+            print(f"a step takes about {seconds:.0f} s, so {self.config.steps} take "
+                  f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
-            print(f"{best.task.query}  reward {best.reward:.2f}\n{render(best.root)}")
+            print(f"{printable(best.task.query)}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
 
@@ -178,7 +193,8 @@ class Run:
         step = self.state.step
         rows = [row | {"task": name} for name, row in self.state.results.items()]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
-            measured = [json.loads(line) for line in file]
+            lines = [line for line in file if line.endswith("}\n")]  # not cut by a crash
+            measured = [json.loads(line) for line in lines]
         advantages = {node: statistics.fmean(given.advantages)
                       for node, given in self.credit.items() if given.advantages}
         trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
@@ -245,8 +261,12 @@ class Run:
         elif weights:
             deque(model.merged(), maxlen=0)
         if adapter and model.rank:
-            base = self.frozen(self.state)
-            hf.save_adapter(model, os.path.join(aside, "adapter"), base, first)
+            # A run may be renamed: its own weights are named from where the adapters are.
+            folder, base = os.path.join(aside, "adapter"), self.frozen(self.state)
+            base = os.path.abspath(base)
+            if self.state.phase == "grpo":
+                base = os.path.relpath(base, folder)
+            hf.save_adapter(model, folder, base, first)
 
     def finish(self) -> None:
         """The last report, and OUT/result.json: the scores, and their flags."""
@@ -262,7 +282,7 @@ class Run:
             given = {"--data": self.config.data, "--reward": self.config.reward}
             more = "".join(f" {name} {value}" for name, value in given.items() if value)
             print(f"held out {scores['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
-                  f"next: python eval.py --model {self.path('final')}{more}")
+                  f"next: python {program('eval.py')} --model {self.path('final')}{more}")
         self.world.gather(None)  # rank 0 has written all
 
     def path(self, name: str) -> str:
@@ -275,10 +295,10 @@ class Run:
 
 def resuming(config, world: World) -> str:
     """The command that continues the run."""
-    program = "python"
+    start = "python"
     if world.size > 1:
-        program = f"torchrun --nproc-per-node {world.local_size}"
-    return f"{program} train.py --resume --out {shlex.quote(config.out)}"
+        start = f"torchrun --nproc-per-node {world.local_size}"
+    return f"{start} {program('train.py')} --resume --out {shlex.quote(config.out)}"
 
 
 def flags_of_run(args) -> dict:

@@ -1,0 +1,213 @@
+"""Damaged files and odd values: the same result, or one line that names what is wrong."""
+import asyncio
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SHORT, command
+
+import rlm
+import tasks
+import train
+import util
+from engine import hf
+from model import open_checkpoint
+from repl import REPL, Limits
+from rlm import RLMConfig, collect, jobs
+from tasks import Task
+from tasks.questions import read
+from tokenizer import Tokenizer
+from tree import Completion, render
+
+ODD = (None, 5, "x", [], {}, True, -1, math.nan)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def one_line(make):
+    """Nothing but an OSError or a ValueError of one line comes out of it."""
+    try:
+        make()
+    except (OSError, ValueError) as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_damaged_file_resumes_alike_or_says_why_in_one_line(
+        short_run, tmp_path, monkeypatch):
+    files = [path.relative_to(short_run) for path in short_run.rglob("*") if path.is_file()]
+    files = [path for path in files if path.parts[0] not in ("init", "final")]
+    want = json.loads((short_run / "result.json").read_text())["heldout_final"]
+    for number, path in enumerate(files):
+        for cut in (False, True):
+            out = tmp_path / f"{number}{cut}"
+            shutil.copytree(short_run, out)
+            (out / "result.json").unlink()
+            if cut:
+                content = (short_run / path).read_bytes()
+                (out / path).write_bytes(content[:len(content) // 2])
+            else:
+                (out / path).unlink(missing_ok=True)
+            said = command(train, monkeypatch, "--resume", "--out", out)
+            assert "\n" not in str(said), (path, cut)
+            if (out / "result.json").exists() and path.name != "result.json":
+                assert json.loads((out / "result.json").read_text())["heldout_final"] == want
+            shutil.rmtree(out)
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
+        short_run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "metrics.jsonl").read_bytes()
+    assert "checkpoints are gone" in command(train, monkeypatch, "--resume", "--out", out)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_adapters_of_a_renamed_run_open_on_their_own_weights(
+        short_run, tmp_path, monkeypatch):
+    first, second = tmp_path / "a", tmp_path / "a-old"
+    command(train, monkeypatch, *SHORT, "--lora-rank", 2, "--heldout", 1, "--out", first)
+    last = sorted(os.listdir(first / "checkpoints"))[-1]
+    want = dict(open_checkpoint(str(first / "checkpoints" / last)).named_parameters())
+    first.rename(second)
+    shutil.copytree(short_run / "init", first / "warmup")  # of another run
+    found = dict(open_checkpoint(str(second / "checkpoints" / last)).named_parameters())
+    assert all(torch.equal(found[name], weight) for name, weight in want.items())
+
+
+def fields_of(value, path=()):
+    """The paths of all fields of nested objects."""
+    for name, inner in value.items():
+        yield (*path, name)
+        if isinstance(inner, dict) and len(path) < 2:
+            yield from fields_of(inner, (*path, name))
+
+
+def with_odd(value, path, odd):
+    inner = odd if len(path) == 1 else with_odd(value[path[0]], path[1:], odd)
+    return value | {path[0]: inner}
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "rlm.json"])
+def test_odd_values_in_the_files_of_a_checkpoint_give_one_line(name, tmp_path):
+    readers = {"config.json": lambda: hf.read_config(str(tmp_path / name)),
+               "tokenizer_config.json": lambda: Tokenizer.from_pretrained(tmp_path),
+               "rlm.json": lambda: rlm.load_config(str(tmp_path))}
+    shutil.copytree(ROOT / "assets" / "tiny", tmp_path, dirs_exist_ok=True)
+    whole = json.loads((tmp_path / name).read_text())
+    for path in fields_of(whole):
+        for odd in ODD:
+            (tmp_path / name).write_text(json.dumps(with_odd(whole, path, odd)))
+            one_line(readers[name])
+
+
+def test_each_number_of_rlm_json_has_a_range():
+    config = RLMConfig()
+    for part in (config, config.limits):
+        for name, usual in vars(part).items():
+            if type(usual) not in (int, float):
+                continue
+            for odd in (-1, math.nan, math.inf, 1e10):
+                with pytest.raises(ValueError, match=name):
+                    rlm.changed(part, {name: odd}, "rlm.json")
+
+
+ROWS = {
+    "evidence": {"question": "q", "papers": [{"paperId": "p", "title": "t", "abstract": "a",
+                                               "text": "Some text."}],
+                 "evidence": [{"paperId": "p", "selections": [{"text": "Some text."}]}]},
+    "oolong": {"question": "q", "context_window_text": "c", "answer": "[7]",
+               "answer_type": "ANSWER_TYPE.NUMERIC"},
+    "niah": {"input": "c\nq", "outputs": ["7"]},
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_odd_rows_are_left_out(kind, tmp_path, capsys):
+    row = ROWS[kind]
+    odd_rows = [row | {name: odd} for name in row for odd in ODD]
+    odd_rows += [row | {"answer": text} for text in ("[entity", "5", "[]", "['many']")]
+    if kind == "evidence":
+        odd_rows += [row | {"papers": ["a"]}, row | {"evidence": ["x"]}]
+    if kind == "niah":
+        odd_rows += [row | {"outputs": [1]}, row | {"outputs": []}]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(one) for one in (*odd_rows, row)] + ["[" * 100_000]
+    path.write_text("\n".join(lines))
+    module = tasks.load(kind)
+    for task in read(str(path), module):
+        right = getattr(module, "right_answer", lambda task: task.answer)(task)
+        assert 0 <= tasks.reward(task, right) <= 1
+    assert f"of {len(lines)} rows left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, says", [
+    ("def score(*args): return float(len(args) == 3)", ""), ("", "has no function score")])
+def test_a_reward_gets_what_it_takes_or_is_refused(text, says, tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(text)
+    try:
+        util.load_function(str(path), "score")
+    except ValueError as error:
+        assert says and says in str(error)
+
+
+def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+    last = sorted((out / "checkpoints").iterdir())[-1] / "state.json"
+    for text in ("[]", '{"odd": 1}', "5", '{"step": "x"}'):
+        last.write_text(text)
+        assert "\n" not in command(train, monkeypatch, "--resume", "--out", out)
+
+
+@pytest.mark.parametrize("code, least", [
+    ("import os\nfor _ in range(400):\n  if os.fork():\n    os.wait()\n    os._exit(0)\n"
+     "import time; time.sleep(1)", 0.0),
+    ("import subprocess, sys, threading\nrun = lambda: subprocess.run([sys.executable, "
+     "'-c', 'while True: pass'])\nt = threading.Thread(target=run); t.start(); t.join()",
+     0.9)])
+def test_chains_of_processes_and_children_of_threads_are_counted(code, least):
+    """With a limit of a second the block ends soon, and other REPLs live."""
+    async def play():
+        limits = Limits(seconds=1.0, sandbox="off")
+        async with REPL(None, limits=limits) as other, REPL(None, limits=limits) as repl:
+            assert (await other.execute("x = 1")).error == ""
+            result = await repl.execute(code)
+            assert result.died and result.seconds >= least
+            assert (await other.execute("print(x)")).stdout == "1\n"
+    asyncio.run(play())
+
+
+def test_the_reason_of_a_crash_stays_with_its_node():
+    async def policy(node, most, key):
+        return Completion("```repl\nimport os; os._exit(3)\n```", (), ())
+
+    [tree] = asyncio.run(collect(jobs([Task("t", "question", "q", "c")]), policy, None,
+                                 RLMConfig(), score=lambda task, answer: 0.0))
+    assert tree.root.end == "crash" and "exit code 3" in tree.root.reason
+    assert "exit code 3" in render(tree.root)
+
+
+@pytest.mark.parametrize("code, want", [
+    ("x = 1\nyield 2", "SyntaxError"), ("print({'a', 'b', 'c'})", "{'")])
+def test_what_the_first_line_of_a_block_does_waits_for_its_syntax(code, want):
+    async def play():
+        async with REPL(None) as repl:
+            first = await repl.execute(code)
+            assert want in first.stdout + first.error
+            return await repl.execute("print('x' in globals())")
+    assert asyncio.run(play()).stdout == "False\n"
+
+
+def test_a_logger_speaks_in_each_block():
+    async def play():
+        async with REPL(None) as repl:
+            return [(await repl.execute("import logging; logging.warning('w')")).stdout
+                    for _ in range(2)]
+    assert asyncio.run(play()) == ["WARNING:root:w\n"] * 2
