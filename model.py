@@ -390,7 +390,9 @@ def open_checkpoint(path: str) -> Qwen3:
     """The model of a directory, to sample from. If that holds adapters alone, they are
     added to the weights that they were trained on."""
     saved = hf.adapter_config(path)
-    base = os.path.join(path, "adapter", saved["base_model_name_or_path"]) if saved else path
+    base = path
+    if saved:  # an absolute path, or one seen from the adapters
+        base = os.path.join(path, "adapter", saved["base_model_name_or_path"])
     model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])

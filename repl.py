@@ -264,7 +264,7 @@ class Worker:
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
             last = ast.Expression(tree.body.pop().value)
-            last = compile(last, name, "eval")  # what is wrong in it is said before all runs
+            last = compile(last, name, "eval")  # before anything runs: it may be wrong
         exec(compile(tree, name, "exec"), self.namespace)
         if last:
             value = eval(last, self.namespace)

@@ -49,7 +49,8 @@ class API:
             stop = "length" if choice.finish_reason == "length" else "stop"
             return Completion(choice.message.content or "", stop=stop, usage=usage)
         except MISREAD as error:
-            raise Lost(f"{self.server['base_url']}: unusable reply, {error!r:.200}") from None
+            why = f"a reply that cannot be used, {error!r:.200}"
+            raise Lost(f"{self.server['base_url']}: {why}") from None
         except openai.OpenAIError as error:
             status = getattr(error, "status_code", None)
             if status == 400 and limit != NEWER and NEWER in str(error):

@@ -148,5 +148,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     try:
         main(sys.argv[1], Path(sys.argv[2]))
-    except (OSError, ValueError, NotImplementedError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, NotImplementedError,
+            subprocess.CalledProcessError) as error:
         sys.exit(f"{sys.argv[1]}: {error}")

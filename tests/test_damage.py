@@ -54,7 +54,8 @@ def test_a_run_with_a_damaged_file_resumes_alike_or_says_why_in_one_line(
             said = command(train, monkeypatch, "--resume", "--out", out)
             assert "\n" not in str(said), (path, cut)
             if (out / "result.json").exists() and path.name != "result.json":
-                assert json.loads((out / "result.json").read_text())["heldout_final"] == want
+                found = json.loads((out / "result.json").read_text())
+                assert found["heldout_final"] == want
             shutil.rmtree(out)
 
 

@@ -181,7 +181,8 @@ class Run:
                   f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
-            print(f"{printable(best.task.query)}  reward {best.reward:.2f}\n{render(best.root)}")
+            asked = printable(best.task.query)
+            print(f"{asked}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
 
