@@ -169,8 +169,8 @@ def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
 
 def test_the_children_of_a_thread_are_counted():
     """The child of a thread uses more than the block's second; another REPL lives."""
-    code = ("import subprocess, sys, threading\nrun = lambda: subprocess.run([sys.executable, "
-            "'-c', 'import time\\nwhile time.process_time() < 3: pass'])\n"
+    code = ("import subprocess, sys, threading\n"
+            "run = lambda: subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 3: pass'])\n"
             "t = threading.Thread(target=run); t.start(); t.join()")
 
     async def play():
