@@ -99,8 +99,8 @@ def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig |
         if good and name in CHOICES:
             good = value in CHOICES[name]
         elif good and type(value) in (int, float):
-            least = 0 if name == "max_depth" else MOST ** -1
-            good = least <= value <= MOST
+            above = -1 if name == "max_depth" else 0
+            good = above < value <= MOST
         if not good:
             raise ValueError(f"{source}: {name} cannot be {value!r}")
         values[name] = value
@@ -277,7 +277,7 @@ class _Tree:
         system, example, user = opening(node, query, context, self.kind, self.config)
         self.nodes_left -= 1  # what does not fit costs a node, too
         ids, size = (), sum(map(about, (system, *example, user)))
-        if self.tokenizer and size < 4 * self.config.window:  # else it cannot fit
+        if self.tokenizer and size < 4 * self.config.window:  # else it hardly fits
             ids = self.tokenizer.open(system, user, example)
             size = len(ids)
         if size >= self.config.window:

@@ -21,7 +21,7 @@ from rlm import RLMConfig, collect, jobs
 from tasks import Task
 from tasks.questions import read
 from tokenizer import Tokenizer
-from tree import Completion, render
+from tree import Completion, Node, render
 
 ODD = (None, 5, "x", [], {}, True, -1, math.nan)
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,10 +152,13 @@ def test_odd_rows_are_left_out(kind, tmp_path, capsys):
 def test_a_reward_gets_what_it_takes_or_is_refused(text, says, tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(text)
-    try:
-        util.load_function(str(path), "score")
-    except ValueError as error:
-        assert says and says in str(error)
+    if says:
+        with pytest.raises(ValueError, match=says):
+            util.load_function(str(path), "score")
+        return
+    score = util.load_function(str(path), "score")
+    task = Task("t", "question", "q", "c")
+    assert asyncio.run(rlm.reward_of(Node(), task, score)) == 1.0  # it got three
 
 
 def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):

@@ -175,9 +175,9 @@ class Run:
                **metrics.describe(rollouts, credit)}
         self.log(row)
         print(metrics.line(row, self.config.steps))
-        if self.state.step == 1:
+        if self.state.step == 1 < self.config.steps:
             seconds = sum(row[name] for name in ("sample_s", "repl_s", "update_s"))
-            print(f"a step takes about {seconds:.0f} s, so {self.config.steps} take "
+            print(f"at {seconds:.0f} s each, {self.config.steps} steps take "
                   f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
             best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
