@@ -44,7 +44,6 @@ LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 EPSILON = 1e-2  # a group whose rewards differ by less than this has small advantages
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # DAPO's clip-higher; GRPO has 0.2 on both sides
 TRUST_MAX = 2.0  # the largest w_t
-SWITCHES = ("credit", "children", "length", "std")  # those that an objective may ignore
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,6 @@ class Credit:
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """The objective "grpo": every node inherits the advantage of its root."""
     return inherit(rollouts, advantages(rollouts, config), config)
-
-
-credit.reads = SWITCHES
 
 
 def advantages(rollouts: list[Rollout], config: GRPOConfig,
@@ -243,11 +239,3 @@ class GRPOConfig:
             raise ValueError("credit root trains no children: children sum has no effect")
         if self.length == "batch" and self.children == "mean":
             raise ValueError("length batch weights all tokens alike: give --children sum")
-
-
-def check_switches(objective: Callable, config: GRPOConfig) -> None:
-    """Raises ValueError for a changed switch that the objective does not read."""
-    for name in SWITCHES:
-        value, is_read = getattr(config, name), name in getattr(objective, "reads", ())
-        if not is_read and value != getattr(GRPOConfig, name):
-            raise ValueError(f"{config.objective} does not read --{name} {value}")

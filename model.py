@@ -396,7 +396,7 @@ def open_checkpoint(path: str) -> Qwen3:
     model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])
-        hf.load_adapter(model, os.path.join(path, "adapter"))
+        hf.load_adapter(model, os.path.join(path, "adapter"), base)
         return model.merged_copy()
     return model
 

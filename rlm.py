@@ -254,8 +254,6 @@ class _Tree:
         self.config, self.key = config, key
         self.nodes_left = config.max_nodes
         self.tokens_left = config.tree_tokens
-        self.reserved = 0  # tokens of messages that are sampled now
-        self.freed = asyncio.Condition()
         self.seconds_left = config.seconds
 
     def root(self) -> tuple[Node, str]:
@@ -318,50 +316,33 @@ class _Tree:
 
     async def sample(self, node: Node) -> None:
         """Add one completion, whose tokens are reserved from the tree's budget first. Sets
-        the node's end if nothing is left or the policy refuses."""
+        the node's end if nothing is left, even where a message that is sampled now will
+        give some back, or if the policy refuses."""
         room = self.room(node)
-        granted = await self.reserve(min(self.config.turn_tokens, room))
-        if granted < 1 or self.seconds_left <= 0:
+        reserved = min(self.config.turn_tokens, room, self.tokens_left)
+        if reserved < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
-            await self.free(granted, 0)
             return
 
+        used = 0
+        self.tokens_left -= reserved
         try:
             completion = await self.policy(
-                node, granted, (*self.key, node.path, node.written))
+                node, reserved, (*self.key, node.path, node.written))
+            used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
         except Refused:
-            await self.free(granted, 0)
             if not node.path and not node.written:  # the question itself
                 raise
             node.end = "refused"
             return
-
-        used = len(completion.ids) or (completion.usage or {}).get("sampled", 0)
-        await self.free(granted, used)
+        finally:
+            self.tokens_left += reserved - used
         if not completion.ids:
             node.counted += used
         text = completion.text
         if node.kind == "rlm" and not completion.ids:  # a server samples on
             text, _ = parse(text)
         node.add(Turn("assistant", text, completion.ids, completion.logprobs))
-
-    async def reserve(self, wanted: int) -> int:
-        """Take `wanted` tokens of the tree's budget, or what is left of it. Waits while
-        messages that are sampled now may leave more."""
-        async with self.freed:
-            await self.freed.wait_for(
-                lambda: self.tokens_left >= wanted or not self.reserved)
-            granted = max(0, min(wanted, self.tokens_left))
-            self.tokens_left -= granted
-            self.reserved += granted
-        return granted
-
-    async def free(self, granted: int, used: int) -> None:
-        """Give back what a message did not use of the tokens that it had reserved."""
-        async with self.freed:
-            self.tokens_left += granted - used
-            self.reserved -= granted
-            self.freed.notify_all()
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
         """Execute the block of the last message. Returns what the model sees next: what was

@@ -126,7 +126,7 @@ def train(config: Config, world: World) -> None:
     in_grpo = run.state.phase == "grpo"
     if run.state.silent == PATIENCE:  # it had stopped, and is continued
         run.state.silent = 0
-    trees = []
+    trees, nodes = [], []
     if not in_grpo and config.warmup not in ("", "scripts"):
         trees = saved_trees(config.warmup)
     if not start.weights:
@@ -165,13 +165,13 @@ def train(config: Config, world: World) -> None:
                          "--lora-rank 16, more devices or a smaller model; see --plan")
 
     if not in_grpo and config.warmup_steps:
-        trees = warm_up_trees(config, plan, questions, tokenizer, rlm_config, trees)
+        nodes = warm_up_nodes(config, plan, questions, tokenizer, rlm_config, trees)
     adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
     model, optimizer = load(start, config, plan, adapters)
     run.open(tokenizer, rlm_config)
 
     if not in_grpo:
-        warm_up(config, run, plan, model, optimizer, trees)
+        warm_up(config, run, plan, model, optimizer, nodes)
         stored = plan.dtype if config.lora_rank else torch.float32
         warm = run.end_warm_up(model, stored)
         model = optimizer = None  # they are freed before others are read
@@ -188,13 +188,6 @@ def train(config: Config, world: World) -> None:
     evaluate(run, collect, "heldout_final", questions.heldout)
     for name, longer in questions.longer.items():
         evaluate(run, collect, name, longer)
-    if os.path.isdir(run.path("best")):
-        model = optimizer = sampler = collect = None
-        best = Start(run.path("best"), run.state)
-        model, _ = load(best, config, plan, config.lora_rank > 0)
-        sampler = make_sampler(config, plan, model, world)
-        collect = partial(collect_trees, run, model, sampler, score)
-        evaluate(run, collect, "heldout_best", questions.heldout)
     run.finish()
     if run.state.silent == run.state.step > 0:
         raise ValueError(NOTHING_LEARNT)
@@ -204,11 +197,10 @@ def train(config: Config, world: World) -> None:
 # The warm-up
 
 def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
-            optimizer: AdamW, trees: list[Rollout]) -> None:
-    """Supervised steps on what scripts, or a saved policy, wrote in these trees."""
+            optimizer: AdamW, nodes: list[Node]) -> None:
+    """Supervised steps on what scripts, or a saved policy, wrote in these nodes."""
     state, steps, said = run.state, config.warmup_steps, time.monotonic()
     suits = settings.defaults(plan.config.hidden_size)
-    nodes = nodes_to_imitate(trees, plan) if trees else []
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
@@ -241,38 +233,32 @@ def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
         run.maybe_save(model, optimizer, every=1 if last else 100)
 
 
-def warm_up_trees(config: Config, plan: Plan, questions: Questions, tokenizer: Tokenizer,
-                  rlm_config: RLMConfig, saved: list[Rollout]) -> list[Rollout]:
-    """What the warm-up imitates: the saved trees, encoded anew, or trees of scripts."""
-    for node in [node for tree in saved for node in tree.root.walk()]:
+def warm_up_nodes(config: Config, plan: Plan, questions: Questions, tokenizer: Tokenizer,
+                  rlm_config: RLMConfig, trees: list[Rollout]) -> list[Node]:
+    """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
+    scripts. Raises ValueError if none fits into the window."""
+    system, *_ = rlm.opening(Node(), "", "", questions.kind, rlm_config)
+    others = sum(tree.root.turns[0].text != system for tree in trees)
+    if others:
+        print(f"{others} of {len(trees)} saved trees have a system prompt that this "
+              "run will not use")
+    for node in [node for tree in trees for node in tree.root.walk()]:
         node.turns = tokenizer.encode_turns(node.turns, node.example)
-    if saved:
-        system, *_ = rlm.opening(Node(), "", "", questions.kind, rlm_config)
-        others = sum(rollout.root.turns[0].text != system for rollout in saved)
-        if others:
-            print(f"{others} of {len(saved)} saved trees have a system prompt that this "
-                  "run will not use")
-        nodes_to_imitate(saved, plan)
-        return saved
-    suits = settings.defaults(plan.config.hidden_size)
-    count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
-    asked = [questions.draw("warmup", i) for i in range(count)]
-    trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
-    trees = [tree for tree in trees if not tree.failed]
+    if not trees:
+        suits = settings.defaults(plan.config.hidden_size)
+        count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
+        asked = [questions.draw("warmup", i) for i in range(count)]
+        trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
+        trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk()]
+    fit = [node for node in nodes if node.sampled and len(node.ids) <= plan.window]
     reward = statistics.fmean(tree.reward for tree in trees)
-    print(f"warm-up: {len(trees)} scripted trees of {len(nodes)} nodes, mean reward "
-          f"{reward:.3f}; nodes ended with {shares(Counter(node.end for node in nodes))}")
-    nodes_to_imitate(trees, plan)
-    return trees
-
-
-def nodes_to_imitate(trees: list[Rollout], plan: Plan) -> list[Node]:
-    """The nodes that were sampled and fit into the window. Raises ValueError if none do."""
-    nodes = [node for tree in trees for node in tree.root.walk() if node.sampled]
-    fit = [node for node in nodes if len(node.ids) <= plan.window]
+    print(f"warm-up: {len(trees)} trees, mean reward {reward:.3f}; {len(fit)} of their "
+          f"{len(nodes)} nodes are imitated, the others sampled nothing or do not fit into "
+          f"{plan.window:,} tokens; nodes ended with "
+          f"{shares(Counter(node.end for node in nodes))}")
     if not fit:
-        raise ValueError(f"no node of the warm-up fits into {plan.window:,} tokens")
+        raise ValueError("no node of the warm-up fits")
     return fit
 
 
@@ -445,19 +431,18 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
 
 def objective_of(config: Config) -> Callable:
     """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
-    ValueError for an unknown name, and for a switch that the objective does not read."""
+    ValueError for an unknown name, and for a switch that such a name does not read."""
     objective = grpo.credit
     if util.is_path(config.objective):
         objective = util.load_function(config.objective, "credit")
     elif config.objective != "grpo":
         from baselines import objectives
 
-        if config.objective not in objectives.NAMES:
+        if config.objective not in objectives.READS:
             raise ValueError(f"objective is {config.objective!r}; it can be grpo, "
-                             f"{', '.join(objectives.NAMES)} or path/to/file.py")
+                             f"{', '.join(objectives.READS)} or path/to/file.py")
+        objectives.check_switches(config)
         objective = getattr(objectives, config.objective)
-        objective([], config)  # dpo refuses switches of the loss
-    grpo.check_switches(objective, config)
     return objective
 
 
@@ -495,7 +480,7 @@ def load(start: Start, config: Config, plan: Plan,
     optimizer = AdamW(
         trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if start.adapter:
-        hf.load_adapter(model, start.adapter)
+        hf.load_adapter(model, start.adapter, start.weights)
     if start.optimizer:
         checkpoint.load_optimizer(model, optimizer, start.optimizer)
     return model, optimizer

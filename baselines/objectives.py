@@ -2,11 +2,10 @@
 
 An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
-grpo.py's. `reads` names the switches that an objective reads; the others are refused. Left
-out: what needs another loss, or scores of turns (a critic, a process reward model).
+grpo.py's. Left out: what needs another loss, or scores of turns (a critic, a process reward
+model).
 """
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,18 +13,27 @@ from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, cred
                   relative, scored_groups)
 from tree import Node, Rollout
 
-NAMES = ("leave_one_out", "max_rl", "node_mean", "rao", "filter", "dpo", "own")
+# Which switches of GRPOConfig an objective reads, of those that some do not.
+READS = {
+    "leave_one_out": "credit children length updates kl",
+    "max_rl": "credit children length updates kl",
+    "node_mean": "credit length std updates kl",
+    "rao": "credit children length updates kl",
+    "filter": "credit children length updates kl",
+    "dpo": "credit children",
+    "own": "credit children length std updates kl",
+}
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
 
 
-def reads(*switches: str) -> Callable:
-    """Decorates an objective with the switches that it reads; see grpo.check_switches."""
-    def named(objective: Callable) -> Callable:
-        objective.reads = switches
-        return objective
-    return named
+def check_switches(config: GRPOConfig) -> None:
+    """Raises ValueError for a changed switch that the objective does not read."""
+    for name in READS["own"].split():
+        value, read = getattr(config, name), READS[config.objective].split()
+        if name not in read and value != getattr(GRPOConfig, name):
+            raise ValueError(f"{config.objective} does not read --{name} {value}")
 
 
 def _left_out(rewards: list[float]) -> list[float]:
@@ -33,7 +41,6 @@ def _left_out(rewards: list[float]) -> list[float]:
     return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
 
 
-@reads("credit", "children", "length")
 def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """RLOO (2402.14740): A_g = r_g - the mean reward of the OTHER trees of the group.
 
@@ -41,7 +48,6 @@ def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Cre
     return inherit(rollouts, advantages(rollouts, config, _left_out), config)
 
 
-@reads("credit", "children", "length")
 def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
     counts more. A group whose mean is not above 0 has no advantage."""
@@ -52,7 +58,6 @@ def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return inherit(rollouts, advantages(rollouts, config, over_mean), config)
 
 
-@reads("credit", "length", "std")
 def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """WideSeek-R1 (2602.04634): each of the N trained nodes of a tree weighs 1/N.
 
@@ -65,7 +70,6 @@ def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]
     return result
 
 
-@reads("credit", "children", "length")
 def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Every node is judged by its own score, and by how well its children did.
 
@@ -103,7 +107,6 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return result
 
 
-@reads("credit", "children", "length")
 def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling, as ReST (2308.08998) and RFT (2308.01825): the advantage is 1 for
     trees that scored at least KEEP, 0 for all others. There is no baseline."""
@@ -111,7 +114,6 @@ def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return inherit(rollouts, kept, config)
 
 
-@reads("credit", "children")
 def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """Online DPO (2305.18290) on the best and the worst tree of each group.
 
@@ -122,8 +124,6 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     policy gradient with the advantages beta / 2 and -beta / 2. A second update or a KL term
     would need another loss. The loss of a batch is the mean over its pairs; a group with
     equal rewards has none."""
-    if config.updates > 1 or config.kl:
-        raise ValueError("the objective dpo takes updates 1 and kl 0")
     per_tree, pairs = [0.0] * len(rollouts), 0
     for members in scored_groups(rollouts).values():
         rewards = {i: rollouts[i].reward for i in members}
@@ -139,7 +139,6 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
             for node, given in inherit(rollouts, per_tree, config).items()}
 
 
-@reads("credit", "children", "length", "std")
 def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one. It is
     compared with all trained children of the group that have one. Other nodes inherit."""

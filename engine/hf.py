@@ -4,6 +4,7 @@ What does not fit is refused with one line that names the file and what is wrong
 Left out: any format but safetensors, and quantised weights.
 """
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -112,11 +113,15 @@ def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
 def read_weights(path: str, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """`read_tensors` of a checkpoint's files. Raises FileNotFoundError or ValueError, with
     one line, before the first tensor is read."""
+    return read_tensors(weight_files(path), wanted)
+
+
+def weight_files(path: str) -> list[str]:
     names = ["model.safetensors"]
     index = os.path.join(path, INDEX)
     if os.path.exists(index):
         names = sorted(set(read_json(index)["weight_map"].values()))
-    return read_tensors([os.path.join(path, name) for name in names], wanted)
+    return [os.path.join(path, name) for name in names]
 
 
 def write_weights(path: str, tensors: Iterable[tuple[str, Tensor]],
@@ -137,7 +142,8 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
     if not write:
         return
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    _save(tensors, path, ADAPTER)
+    seen = os.path.normpath(os.path.join(path, base))  # before there is a directory `path`
+    _save(tensors, path, ADAPTER, {"base": last_bytes(seen)})
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -155,9 +161,20 @@ def adapter_config(path: str) -> dict:
     return read_json(file) if alone else {}
 
 
+def last_bytes(path: str) -> str:
+    """A checksum that tells weights of the same shape apart: of the file's end."""
+    with open(weight_files(path)[-1], "rb") as file:
+        file.seek(-min(2 ** 16, os.path.getsize(file.name)), os.SEEK_END)
+        return str(zlib.crc32(file.read()))
+
+
 @torch.no_grad()
-def load_adapter(model, path: str) -> None:
-    """Fill the model's adapters, of the same rank, from files. Raises like read_weights."""
+def load_adapter(model, path: str, base: str) -> None:
+    """Fill the model's adapters, of the same rank, from files. Raises like read_weights, and
+    ValueError if they were trained beside other weights than those in `base`."""
+    with _open(os.path.join(path, ADAPTER)) as file:
+        if (file.metadata() or {}).get("base") not in (None, last_bytes(base)):
+            raise ValueError(f"{path} was trained beside other weights than {base} has")
     places = {f"base_model.model.{name}.weight": weight
               for name, weight in model.adapters().items()}
     for name, tensor in read_tensors([os.path.join(path, ADAPTER)], places):
@@ -202,14 +219,14 @@ def read_tensors(files: list[str],
                     yield name, tensors.get_tensor(stored_as)
 
 
-def _save(tensors: dict[str, Tensor], path: str, name: str) -> None:
-    """Raises OSError if the disk is full."""
+def _save(tensors: dict[str, Tensor], path: str, name: str, more: dict = {}) -> None:
+    """With `more` metadata. Raises OSError if the disk is full."""
     os.makedirs(path, exist_ok=True)
     file = os.path.join(path, name)
     open(file, "wb").close()
     mode = os.stat(file).st_mode  # by the user's umask; save_file makes it private
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt", **more})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from None
     os.chmod(file, mode)

@@ -95,7 +95,7 @@ def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, changes, tmp_pa
         assert distance(theirs(some_ids(model)).logits, logits(model)) < 1e-5
     theirs.save_pretrained(tmp_path / "again")
     back = build(shape, **changes).add_lora(rank, 32.0)
-    hf.load_adapter(back, tmp_path / "again")
+    hf.load_adapter(back, tmp_path / "again", tmp_path / "base")
     assert torch.equal(logits(back), logits(model))
 
 
@@ -118,7 +118,7 @@ def test_a_run_with_adapters_changes_nothing_else(short_run, tmp_path, monkeypat
         assert torch.equal(final[name], warm[name]) or moves
     model = Qwen3.from_pretrained(out / "warmup").add_lora(1, 32.0)
     adapter = out / "final" / "adapter"
-    hf.load_adapter(model, adapter)
+    hf.load_adapter(model, adapter, out / "warmup")
     for name, weight in model.merged():
         torch.testing.assert_close(final[name], weight, rtol=1e-6, atol=1e-7)
     config = json.loads((adapter / "adapter_config.json").read_text())
