@@ -119,6 +119,7 @@ class Row:
     logprobs: list[float]  # (T), the sampler's; 0 where mask is 0
     advantages: list[float]  # (N)
     weight: float  # of each sampled token in the loss
+    depth: int = 0  # of the node; a root has 0
 
 
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
@@ -142,7 +143,7 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
                        "sequence": node.sampled * len(trees)}[config.length]
             per_token = [a for a, turn in zip(given.advantages, turns) for _ in turn.ids]
             rows.append(Row(node.ids, node.mask, node.logprobs, per_token,
-                            given.weight / divisor))
+                            given.weight / divisor, node.depth))
     return rows
 
 

@@ -56,7 +56,7 @@ from sampler import Sampler, SamplerError
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
-from training import checkpoint, settings
+from training import checkpoint, settings, steady
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
@@ -80,8 +80,6 @@ TINY_VOCABULARY = 1024
 TOKENIZER_TREES = 192
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 PATIENCE = 10  # steps without any signal, after which GRPO ends
-RECENT = 40  # questions whose mean rewards say what is usual, and
-LEAST_RECENT = 20  # how many of them are needed to call a batch a fall
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
     "or --warmup if they score 0, harder ones if they score 1; or raise --group")
@@ -281,51 +279,41 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
     state = run.state
     reference = reference_of(config, run, plan)
 
-    def sample() -> list[Rollout]:
-        batch = questions.batch(state.step, config.questions)
-        return collect(batch, (config.seed, state.step), "trees", config.group)
-
     while progress(config, run) < 1 and state.silent < PATIENCE:
         clock.start()
-        rollouts = sample()
+        batch = questions.batch(state.step, config.questions)
+        rollouts = collect(batch, (config.seed, state.step), "trees", config.group)
         clock.sampled()
-        fallen = has_fallen(config, state, rollouts)
-        if fallen:
-            take_back(optimizer)
         credit = objective(rollouts, config)
-        rows = [] if fallen else grpo.make_rows(rollouts, credit, config)
-        norm, stats = update(config, run, plan, model, optimizer, reference, rows)
+        rows = grpo.make_rows(rollouts, credit, config)
+        measured = update(config, run, plan, model, optimizer, reference, rows)
 
         state.step += 1
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
-        run.log_step(rollouts, credit, rows, {
-            **stats.metrics(), "grad_norm": norm, "taken_back": fallen,
-            **clock.seconds()})
+        run.log_step(rollouts, credit, rows, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
             score = evaluate(run, collect, "validation", questions.validation)
             if score > state.best:
                 state.best = score
                 run.save_model(model, "best")
         run.maybe_save(model, optimizer)
-    # The last update can be a fall, too: a run of `deep` at 2.8e-3 went from 0.66 to 0.02.
-    if state.step and has_fallen(config, state, sample()):
-        take_back(optimizer)
-        print("a fall: the last update is taken back")
     if state.silent == PATIENCE:
-        print(f"stopped: in the last {PATIENCE} steps no node had an advantage, or the "
-              "update was taken back; a lower --lr may help")
+        print(f"stopped: in the last {PATIENCE} steps no node had an advantage")
 
 
 def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
-           reference: Qwen3 | None, rows: list[Row]) -> tuple[float, Stats]:
-    """One optimizer step over all rows, or --updates of them; none without any row.
-    Returns the gradient's norm before clipping, and what is watched of the tokens."""
-    norm, stats = 0.0, Stats()
+           reference: Qwen3 | None, rows: list[Row]) -> dict:
+    """One optimizer step over all rows, or --updates of them; none without any row. Returns
+    what was measured at the last one: means over the tokens, the gradient's norm before
+    clipping, how far the policy moved, and which share of the step was left."""
+    measured = {"grad_norm": 0.0, "moved": 0.0, "step_left": 1.0}
+    if not rows:
+        return measured
     packs = packing.packs(rows, plan, run.world, DEVICE)
     grpo.add_log_probabilities(packs, config, model, reference)
-    for _ in range(config.updates if rows else 0):
-        stats = Stats()
+    for _ in range(config.updates):
+        stats, watch = Stats(), steady.Watch(model, rows, plan, run.world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
             loss, watched = policy_loss(logprobs, entropy, pack, config)
@@ -334,7 +322,9 @@ def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
         stats = sum(run.world.gather(stats), Stats())
         norm = optimizer_step(
             run, model, optimizer, learning_rate(config, run), stats.loss)
-    return norm, stats
+        moved, left = steady.shorten(optimizer, watch.moved)
+        measured = {"grad_norm": norm, "moved": moved, "step_left": left}
+    return stats.metrics() | measured
 
 
 def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
@@ -353,46 +343,6 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
              for job, tree in zip(mine, rollouts, strict=True)}
     grown = {key: tree for part in world.gather(share) for key, tree in part.items()}
     return [Rollout(job.task, job.group, *grown[job.key]) for job in jobs]
-
-
-def has_fallen(config: Config, state: State, rollouts: list[Rollout]) -> bool:
-    """Whether the last update ruined the policy, which rarely one does. Other batches are
-    remembered as usual. Of several updates per batch only the last could be undone, so then
-    a fall is not looked for."""
-    rewards = [[rollouts[i].reward for i in group]
-               for group in grpo.scored_groups(rollouts).values()]
-    fallen = config.updates == 1 and fell(rewards, state.recent)
-    if not fallen:
-        state.recent = [*state.recent, *map(statistics.fmean, rewards)][-RECENT:]
-    return fallen
-
-
-def fell(rewards: list[list[float]], before: list[float]) -> bool:
-    """Whether the mean reward of a batch is under what is usual: by half of its absolute
-    value, and by five standard errors, or three where no question has a signal left.
-
-    `before` are mean rewards of earlier questions, of which LEAST_RECENT are needed."""
-    if len(before) < LEAST_RECENT:
-        return False
-    now = [statistics.fmean(group) for group in rewards]
-    silent = len(now) > 1 and all(max(group) == min(group) for group in rewards)
-    usual = statistics.fmean(before)
-    error = statistics.stdev(before) * math.sqrt(1 / len(before) + 1 / len(now))
-    least = max(abs(usual) / 2, (3 if silent else 5) * error)
-    return usual - statistics.fmean(now) > least
-
-
-@torch.no_grad()
-def take_back(optimizer: AdamW) -> None:
-    """Undo the last step of AdamW, computed again from its moments. The first moment is
-    cleared, or the next step would repeat it."""
-    group, = optimizer.param_groups
-    beta1, beta2 = group["betas"]
-    for weight, last in optimizer.state.items():
-        mean = last["exp_avg"] / (1 - beta1 ** last["step"])
-        square = last["exp_avg_sq"] / (1 - beta2 ** last["step"])
-        weight += group["lr"] * mean / (square.sqrt() + group["eps"])
-        last["exp_avg"].zero_()
 
 
 def progress(config: Config, run: Run) -> float:

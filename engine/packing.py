@@ -118,6 +118,7 @@ def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
         "ids": torch.tensor([ids or [0]], device=device),  # (1, T)
         "mask": torch.tensor([mask or [0]], device=device),  # (1, T)
         "lengths": [len(row.ids) for row in rows] or [1],  # (rows)
+        "depths": [row.depth for row in rows],  # (rows)
         # (N) each
         "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
         "advantages": flat(lambda row: row.advantages),

@@ -150,4 +150,4 @@ if __name__ == "__main__":
         main(sys.argv[1], Path(sys.argv[2]))
     except (OSError, ValueError, NotImplementedError,
             subprocess.CalledProcessError) as error:
-        sys.exit(f"{sys.argv[1]}: {error}")
+        sys.exit(f"gguf: {error}")

@@ -18,7 +18,7 @@ from engine import packing, plan
 from engine.parallel import World, full_tensor
 from model import Qwen3, Qwen3Config
 from tokenizer import Tokenizer
-from training import checkpoint
+from training import checkpoint, steady
 from training.run import Run
 from tree import Node, Rollout, Turn
 
@@ -43,7 +43,7 @@ def make_model(path):
     rlm.TINY_RLM.save(f"{path}/rlm.json")
 
 
-FALL = 1  # the step whose rewards are so low that the update before it is taken back
+SHORT_STEP = 1  # which moves the policy more than is allowed
 
 
 def trees(step):
@@ -59,8 +59,7 @@ def trees(step):
             made.add(Turn("assistant", "", answer, (-5.5,) * len(answer)))
         return made
 
-    return [Rollout(None, group, node((), *(node((i,)) for i in range(n))),
-                    0.0 if step == FALL else reward)
+    return [Rollout(None, group, node((), *(node((i,)) for i in range(n))), reward)
             for group, reward, n in (
                 ("a", 1.0, 3), ("a", 0.0, 1), ("b", 0.2, 0), ("b", 0.7, 2))]
 
@@ -92,7 +91,7 @@ def take_step(out, kind, number, world):
                           model=str(out.parent / "model"), warmup_steps=0, **KINDS[kind])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_ROW", 512)  # several micro-batches
-        patch.setattr(train, "LEAST_RECENT", 2)
+        patch.setattr(steady, "MOST", 0.01 if number == SHORT_STEP else 1.0)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
         patch.setattr(train, "collect_trees", collect)
@@ -134,11 +133,6 @@ def torchrun(script, *flags, **more):
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **more)
 
 
-def model_of(folder):
-    model = Qwen3.from_pretrained(str(folder / "model"))
-    return {name: weight.detach() for name, weight in model.merged()}
-
-
 def close(got, want):
     for name, tensor in want.items():
         # 1e-7 is float32's rounding of a sum of terms near 1, as a decay's gradient is.
@@ -147,8 +141,8 @@ def close(got, want):
 
 
 def test_two_ranks_are_one_and_a_run_moves_from_two_to_one(tmp_path):
-    """Step 0 on two ranks with 3 rows and 7; step 1, which takes step 0 back, on two; step
-    2 on one; full and LoRA. Then one rank fails, which ends the other and is told."""
+    """Step 0 on two ranks with 3 rows and 7; step 1, which is shortened, on two; step 2 on
+    one; full and LoRA. Then one rank fails, which ends the other and is told."""
     one, two = tmp_path / "one", tmp_path / "two"
     for path in (one, two):
         make_model(path / "model")
@@ -166,15 +160,13 @@ def test_two_ranks_are_one_and_a_run_moves_from_two_to_one(tmp_path):
                 got = torch.load(two / f"{kind}{number}.pt")
             else:
                 got = take_step(two / kind, kind, number, World())
-            assert got["metrics"]["taken_back"] == (number == FALL)
-            if number == FALL:
-                close(got["weights"], model_of(two))
-                continue
+            assert (got["metrics"]["step_left"] < 1) == (number == SHORT_STEP)
             close(got["gradients"], want["gradients"])
             close(got["weights"], want["weights"])
             for name, value in want["metrics"].items():
                 if isinstance(value, float) and not name.endswith(("_s", "_gb")):
-                    assert got["metrics"][name] == pytest.approx(value, rel=1e-4), name
+                    least = 2e-5 if name == "moved" else 1e-12  # a sum of small differences
+                    assert got["metrics"][name] == pytest.approx(value, 1e-4, least), name
 
 
 def test_what_is_half_written_never_takes_the_place_of_what_is_whole(tmp_path):

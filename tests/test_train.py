@@ -22,11 +22,12 @@ import rlm
 import tasks
 import train
 from engine.parallel import World
+from grpo import Row
 from model import Qwen3
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
-from training import checkpoint, settings
+from training import checkpoint, settings, steady
 from training.metrics import Clock
 from training.run import Run
 from tree import Rollout
@@ -202,58 +203,55 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
     assert lines(loop.config.out)[-1]["step"] == 25
 
 
-def rewarded(trees, *rewards):
-    """Two groups of these trees, with these rewards in turn."""
-    return [Rollout(tree.task, "ab"[i % 2], tree.root, rewards[i // 2 % len(rewards)])
-            for i, tree in enumerate(trees)]
+def test_a_step_that_moves_the_policy_too_far_is_shortened(
+        loop_of, scripted_trees, monkeypatch, tmp_path):
+    """From the third step on: of the full step a power of a half is left, adapters too."""
+    for flags in ((), ("--lora-rank", 2)):
+        ends = {}
+        for most in (1.0, 0.01):
+            shutil.rmtree(tmp_path / "t", ignore_errors=True)
+            loop = loop_of("--steps", 3, "--updates", 2, *flags)
+            found, optimizer_step = [], train.optimizer_step
+
+            def watch(run, model, optimizer, *more):
+                found.append(copies(model))
+                monkeypatch.setattr(steady, "MOST", most if len(found) == 6 else 1.0)
+                return optimizer_step(run, model, optimizer, *more)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(train, "optimizer_step", watch)
+                row = reinforce(loop, [scripted_trees])
+            ends[most] = found[-1], copies(loop.model), row
+        before, full, row = ends[1.0]
+        again, shorter, short = ends[0.01]
+        assert row["step_left"] == 1 > short["step_left"] and short["moved"] <= 0.01
+        for name, start in before.items():
+            assert torch.equal(start, again[name])
+            want = start + short["step_left"] * (full[name] - start)
+            torch.testing.assert_close(shorter[name], want, rtol=1e-5, atol=1e-7)
 
 
-def test_a_fall_takes_the_last_update_back(loop_of, scripted_trees, capsys):
-    good, bad = rewarded(scripted_trees, 0.9, 0.5), rewarded(scripted_trees, 0.2, 0.1)
-    loop = loop_of("--steps", 20)
-    loop.run.state.recent = [0.65, 0.75] * 10
-    found, config = [], loop.config
-    for steps, last in ((1, good), (2, good), (2, bad), (3, bad), (4, bad)):
-        loop.config = replace(config, steps=steps)
-        row = reinforce(loop, [good, good, last])
-        assert row["taken_back"] == (steps > 2)
-        found.append(copies(loop.model))
-    first, second, ended, undone, again = found
-    for name, weight in first.items():
-        assert (second[name] - weight).abs().max() > 1e-7
-        assert (ended[name] - weight).abs().max() < 1e-6  # after the last step, too
-        assert torch.equal(undone[name], ended[name])
-        assert torch.equal(again[name], undone[name])
-    assert "a fall: the last update is taken back" in capsys.readouterr().out
-    loop.config = config
-    assert reinforce(loop, [bad] * 20)["step"] == 12  # the tenth in a row
-
-
-def healthy(rng, questions, shift):
-    """Rewards of a policy whose trees are right with chance 0.8."""
-    return [[(rng.random() < 0.8) + shift for _ in range(8)] for _ in range(questions)]
-
-
-@pytest.mark.parametrize("shift", [0.0, -1.0])  # rewards in [0, 1] and in [-1, 0]
-@pytest.mark.parametrize("questions", [1, 8])
-def test_a_healthy_policy_hardly_ever_falls(questions, shift):
-    rng, recent, falls = random.Random(0), [], 0
-    for _ in range(2000):
-        rewards = healthy(rng, questions, shift)
-        falls += train.fell(rewards, recent)
-        recent = [*recent, *(sum(group) / 8 for group in rewards)][-train.RECENT:]
-    assert falls <= 1
-
-
-def test_a_fall_to_no_signal_is_seen_soon_and_one_with_a_signal_when_it_is_clear():
-    """The first is a recorded one: mean rewards of 0.095, 0.153, 0.236, then 0."""
+def test_how_far_a_policy_moved_is_what_its_nodes_lost_at_the_worst_depth(short_run):
+    model = Qwen3.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
-    start = [rng.gauss(mean, 0.08) for mean in (0.095, 0.153, 0.236) for _ in range(8)]
-    assert train.fell([[0.0] * 8] * 8, start)
-    assert not train.fell([[0.0] * 8] * 8, start[:19])  # too few to know what is usual
-    usual = [rng.gauss(0.655, 0.15) for _ in range(40)]
-    assert train.fell([[0.0] * 7 + [0.128]] * 8, usual)
-    assert not train.fell([[0.0] * 4 + [0.8] * 4] * 8, usual)
+    rows = [Row([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
+                [1.0] * n, 1.0, depth)
+            for depth, n in ((0, 2), (1, 9), (1, 9), (2, 4)) for _ in range(3)]
+
+    def scores():
+        with torch.no_grad():
+            return [model(torch.tensor([row.ids]))[0, 29:-1].log_softmax(-1).gather(
+                1, torch.tensor(row.ids[30:])[:, None]).sum().item() for row in rows]
+
+    plan = SimpleNamespace(row=100, attention_cost=0.0, seen_cost=0.0)
+    watch, before = steady.Watch(model, rows, plan, World()), scores()
+    assert watch.moved() == pytest.approx(0, abs=1e-5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn(weight.shape)
+    lost = [max(0.0, 1 - math.exp(a - b)) for a, b in zip(scores(), before)]
+    want = [sum(lost[at:to]) / (to - at) for at, to in ((0, 3), (3, 9), (9, 12))]
+    assert max(want) > 1.2 * min(want) and watch.moved() == pytest.approx(max(want), abs=1e-4)
 
 
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):

@@ -78,11 +78,12 @@ def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
     lost = f" | failed {m['failed']}" if m["failed"] else ""
     own = f" (score {m['score']:.3f})" if "score" in m else ""
-    update = "a fall: the last update is taken back"
-    if not m["taken_back"]:
-        update = "no signal, no step"
+    update = "no signal, no step"
     if m["rows"]:
-        update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f}"
+        update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f} " \
+                 f"moved {m['moved']:.2f}"
+        if m["step_left"] < 1:
+            update += f" with {m['step_left']:.2g} of the step"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
             f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{lost} | "

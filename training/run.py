@@ -46,7 +46,6 @@ class State:
     step: int = 0  # of the phase
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
-    recent: list = field(default_factory=list)  # of groups: their mean rewards
     best: float = -1e9  # score on the questions for validation
     results: dict = field(default_factory=dict)  # scores by name
     seconds: float = 0.0

@@ -130,11 +130,8 @@ def opening(config, rlm_config, plan) -> str:
     warmup = f"a warm-up of {config.warmup_steps} steps at {config.warmup_lr:g}"
     if not config.warmup_steps:
         warmup = "no warm-up"
-    falls = ""
-    if config.updates > 1:
-        falls = "several updates per batch: a fall of the reward is not taken back\n"
     return (f"{warmup}, then {config.steps} steps of GRPO at {config.lr:g} on {trained}\n"
-            f"{falls}the defaults of a model {kind}, in {precision} on {plan.device}; "
+            f"the defaults of a model {kind}, in {precision} on {plan.device}; "
             f"{rlm_config.style} prompts; trees of at most {rlm_config.max_nodes} nodes, "
             f"{rlm_config.max_turns} turns each")
 
