@@ -306,8 +306,8 @@ def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
            reference: Qwen3 | None, rows: list[Row]) -> dict:
     """One optimizer step over all rows, or --updates of them; none without any row. Returns
     what was measured at the last one: means over the tokens, the gradient's norm before
-    clipping, how far the policy moved, and which share of the step was left."""
-    measured = {"grad_norm": 0.0, "moved": 0.0, "step_left": 1.0}
+    clipping, how much the policy forgot, and the share of the step that is left."""
+    measured = {"grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     if not rows:
         return measured
     packs = packing.packs(rows, plan, run.world, DEVICE)
@@ -322,8 +322,8 @@ def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
         stats = sum(run.world.gather(stats), Stats())
         norm = optimizer_step(
             run, model, optimizer, learning_rate(config, run), stats.loss)
-        moved, left = steady.shorten(optimizer, watch.moved)
-        measured = {"grad_norm": norm, "moved": moved, "step_left": left}
+        forgot, left = steady.shorten(optimizer, watch.forgot)
+        measured = {"grad_norm": norm, "forgot": forgot, "step_left": left}
     return stats.metrics() | measured
 
 

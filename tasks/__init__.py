@@ -5,7 +5,7 @@
     evidence     the sentences about a term, in papers   F1 over their characters
     deep         one meaning per paragraph, two levels   F1 over the meanings
                  of children are needed to find all
-    definitions  words of a class, in a dictionary       F1 over the words
+    qa           a person's question about texts         SQuAD's F1 over words
     niah         a number hidden in filler (RULER)       share of the references contained
     oolong       label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
 
@@ -21,7 +21,10 @@ A user's own path/to/my_task.py is used like one of ours. Where a public scoring
 guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.
 """
 import importlib
+import json
 import random
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +33,7 @@ from typing import Any
 import util
 from tasks import in_repl
 
-NAMES = ("notes", "evidence", "deep", "definitions", "niah", "oolong")
+NAMES = ("notes", "evidence", "deep", "qa", "niah", "oolong")
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,10 @@ _files: dict[str, ModuleType] = {  # the users' kinds, by the stems of their fil
 
 
 def load(spec: str, data: str | None = None) -> ModuleType:
-    """The kind of task: one of NAMES, or path/to/my_task.py. The empty name means evidence
-    for questions of a file `data`, else notes. Raises ValueError for an unknown name, and
-    where two kinds have one name."""
-    spec = spec or ("evidence" if data else "notes")
+    """The kind of task: one of NAMES, or path/to/my_task.py. The empty name means the kind
+    whose fields the rows of a file `data` have, else notes. Raises ValueError for an
+    unknown name, and where two kinds have one name."""
+    spec = spec or (name_by_fields(data) if data else "notes")
     if spec in NAMES:
         return importlib.import_module(f"tasks.{spec}")
     if not util.is_path(spec):
@@ -64,6 +67,24 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     if name in NAMES or _files.setdefault(name, kind) is not kind:
         raise ValueError(f"{spec}: another task is called {name}; rename the file")
     return kind
+
+
+def name_by_fields(path: str) -> str:
+    """The kind whose FIELDS most rows of a JSON lines file have."""
+    kinds = {name: kind.FIELDS for name in NAMES if hasattr(kind := load(name), "FIELDS")}
+    found = Counter()
+    for line in Path(path).read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            found.update(name for name, fields in kinds.items()
+                         if isinstance(row, dict) and row.keys() >= set(fields))
+    if not found:
+        schemas = "; ".join(f"{name}: {', '.join(kinds[name])}" for name in kinds)
+        raise ValueError(f"{path}: no row has the fields of a task. They are: {schemas}")
+    (name, count), = found.most_common(1)
+    print(f"{path}: {count} rows have the fields {', '.join(kinds[name])}, so the task is "
+          f"{name}; --task takes another")
+    return name
 
 
 def kind_of(spec: str) -> str:

@@ -33,6 +33,7 @@ FINAL(rlm_query_batched(question + "{ALONE}", parts))""",
     part=LETTERS["Rome 2"],
     answer=["It has rained for nine days."])
 
+FIELDS = ("question", "papers", "evidence")
 TOKENS = 4_970  # 34 papers
 PAPER_TOKENS = (66 * 7 + 122.6) / 4  # on average
 

@@ -10,6 +10,7 @@ from tasks.text import as_line, field, make_sentence, make_term
 STRATEGY = """\
 One sentence of the context holds the answer. Search for the words of the question. \
 Return the value alone."""
+FIELDS = ("input", "outputs")
 TOKENS = 8_000
 ANSWER_CHARS = 512  # of an answer that count: RULER lets a model write 128 tokens
 

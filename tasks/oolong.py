@@ -18,6 +18,7 @@ Every line has to be labelled by what it means, which code cannot do, and then c
 which code does best. Give pieces that a child can read to children with \
 rlm_query_batched(question, pieces); they return one label a line, in order. Check that as \
 many came back, then filter and count in code. Return the answer alone, as asked for."""
+FIELDS = ("question", "context_window_text", "answer", "answer_type")
 TOKENS = 8_000
 
 OPENERS = {  # how a question of each label begins

@@ -5,7 +5,6 @@ in each epoch, and a part of them is held out.
 """
 import hashlib
 import json
-import math
 import random
 import re
 import statistics
@@ -59,10 +58,8 @@ class Questions:
         self.heldout = heldout_tasks(heldout, kind)
         if validation:
             self.validation = heldout_tasks(heldout, kind, "validation", heldout=False)
-        most = getattr(kind, "MOST", math.inf)
         for times in (4, 16) if hasattr(kind, "TOKENS") else ():
-            if times * LONGER[1] * kind.TOKENS <= most:
-                self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, kind, times=times)
+            self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, kind, times=times)
 
     @property
     def playable(self) -> list[Task]:

@@ -83,7 +83,7 @@ def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
 # --- the command line ---------------------------------------------------------------------
 
 def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
-    kinds = [name for name in tasks.NAMES if name not in ("deep", "definitions")]
+    kinds = [name for name in tasks.NAMES if name not in ("deep", "qa")]
     message, text = command("--policy", "oracle", "--tasks", ",".join(kinds), "--lengths",
                             "2k,4000", "--n", 2, "--out", tmp_path / "r.jsonl",
                             "--save", tmp_path / "trees.jsonl")

@@ -77,6 +77,23 @@ def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file():
         assert questions.draw("grpo", 0) is questions.rows[0]
 
 
+def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, capsys):
+    """Twelve rows: six questions, a paper, and five that nobody can read."""
+    rows = [{"question": f"q{i}", "context": f"text {i}", "answer": "text"} for i in range(6)]
+    rows += [json.loads(PAPERS.read_text().splitlines()[0])]
+    rows += [{"question": "q", "context": 5, "answer": "a"}, {"question": "q"}, 7,
+             {"question": "q", "context": "c"}, {"question": None, "context": "c", "answer": 1}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    kind = tasks.load("", str(path))
+    assert tasks.name_of(kind) == "qa" and len(read(str(path), kind)) == 6
+    said = capsys.readouterr().out
+    assert "so the task is qa" in said and "6 of 12 rows left out" in said
+    path.write_text('{"text": "x"}')
+    with pytest.raises(ValueError, match="qa: question, context"):
+        tasks.load("", str(path))
+
+
 def test_a_mistake_in_a_file_ends_in_that_file(letters):
     with pytest.raises(ZeroDivisionError) as caught:
         reward(tasks.make(tasks.load(letters), random.Random(0)), 0)

@@ -81,9 +81,9 @@ def line(m: dict, steps: int) -> str:
     update = "no signal, no step"
     if m["rows"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f} " \
-                 f"moved {m['moved']:.2f}"
+                 f"forgot {m['forgot']:.2f}"
         if m["step_left"] < 1:
-            update += f" with {m['step_left']:.2g} of the step"
+            update += f" in {m['step_left']:.2g} of a step"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
             f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{lost} | "

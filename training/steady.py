@@ -1,17 +1,17 @@
-"""No update ruins the policy: an optimizer step that moves it too far is shortened.
+"""No update ruins the policy: an optimizer step that makes it forget is shortened.
 
 One step of Adam in ten to fifty changes a few tokens that decide much, as whether a root
-asks children. The next trees then score next to nothing. So after each step the nodes that
-it learnt from are scored again, and `moved` says how much of what they wrote the policy
-would no longer write,
+asks its children. Then the next trees score next to nothing. Such a step can be told at
+once. It was to make the nodes with a positive advantage more likely, and makes them much
+less likely. So some of these nodes are scored again after each step:
 
-    moved = mean over nodes of max(0, 1 - pi_after(node) / pi_before(node))
+    forgot = mean over nodes of max(0, 1 - pi_after(node) / pi_before(node))
 
-at the depth where it is largest: a tree has one root among many children, and it decides
-most. This estimates the total variation distance between the policies before and after.
-While it is above MOST, half of the step is taken back. TRPO (1502.05477) searches along its
-step in the same way, for a mean KL. That was tried: of updates after which the reward fell
-by a third, the mean KL per token was often below 0.005 (docs/results.md).
+at the depth where it is largest, as a tree has one root among many children. Most steps
+have 0.00 to 0.15, ruinous ones 0.6 to 1.0. While it is above MOST, half of the step is taken
+back. TRPO (1502.05477) searches along its step in the same way, for a small KL. The mean KL
+per token does not tell them apart here (docs/results.md): it counts each token alike, and
+what bad nodes wrote should be forgotten.
 """
 import math
 from collections import defaultdict
@@ -24,13 +24,13 @@ from torch.optim import AdamW
 from engine import packing
 from engine.device import DEVICE
 
-MOST = 0.15  # how far a step may move the policy
+MOST = 0.3  # how much a step may forget
 WATCHED = 64  # nodes per depth that are scored again, spread over the batch
 HALVINGS = 8
 
 
 class Watch:
-    """How far the policy has moved since this was made, on some of the rows."""
+    """How much the policy has forgotten since this was made."""
 
     def __init__(self, model, rows: list, plan, world):
         self.model, self.world = model, world
@@ -43,8 +43,8 @@ class Watch:
         return [self.model.logprobs(pack["ids"], pack["mask"], pack["lengths"])[0]
                 for pack in self.packs]
 
-    def moved(self) -> float:
-        """The same on all ranks."""
+    def forgot(self) -> float:
+        """In [0, 1], the same on all ranks."""
         changes = []
         for pack, before, after in zip(self.packs, self.before, self.logprobs()):
             masks = pack["mask"][0].split(pack["lengths"])
@@ -53,26 +53,27 @@ class Watch:
         lost = defaultdict(list)
         for depth, change in [pair for part in self.world.gather(changes) for pair in part]:
             lost[depth].append(-math.expm1(min(0.0, change)))
-        return max(sum(of_depth) / len(of_depth) for of_depth in lost.values())
+        return max((sum(each) / len(each) for each in lost.values()), default=0.0)
 
 
 def some(rows: list) -> list:
-    """At most WATCHED of each depth."""
+    """Rows with a positive advantage, at most WATCHED per depth."""
     by_depth = defaultdict(list)
     for row in rows:
-        by_depth[row.depth].append(row)
+        if sum(row.advantages) > 0:
+            by_depth[row.depth].append(row)
     return [row for of_depth in by_depth.values()
             for row in of_depth[::math.ceil(len(of_depth) / WATCHED)]]
 
 
-def shorten(optimizer: AdamW, moved: Callable) -> tuple[float, float]:
-    """Take half of the last step back until `moved()` is at most MOST. Returns what it is
+def shorten(optimizer: AdamW, forgot: Callable) -> tuple[float, float]:
+    """Take half of the last step back until `forgot()` is at most MOST. Returns what it is
     then, and the share of the step that is left."""
     left = 1.0
-    while (distance := moved()) > MOST and left > 0.5 ** HALVINGS:
+    while (share := forgot()) > MOST and left > 0.5 ** HALVINGS:
         left /= 2
         take_back(optimizer, left)
-    return distance, left
+    return share, left
 
 
 @torch.no_grad()

@@ -1,0 +1,145 @@
+"""qa: a person's question about texts, as in SQuAD. Rows come from --data alone.
+
+A row has `question`, `context` and `answer` or `answers`. The context is a text, a list or
+a dict of texts, or a list of {"title", "text"}; it may be empty, as in school mathematics.
+The gold is a list of alternatives; none of them means that the texts do not say.
+
+The score is SQuAD's (1606.05250): the largest F1 over the tokens of the answer and of an
+alternative, without case, punctuation and articles. Two numbers are compared as numbers.
+`--reward tasks/qa.py:exact` scores its exact match, and keeps the F1 beside it.
+"""
+import json
+import re
+import string
+from collections import Counter
+
+from tasks.in_repl import block, search
+from tasks.text import ALONE, LETTERS, Example, as_line, field, pick
+
+READING = """\
+The answer is a name, a number or a few words copied from the context: the shortest text \
+that answers the question, without a sentence around it. If the context does not say it, \
+the answer is "" and nothing else."""
+STRATEGY = f"""\
+Reading everything yourself would not fit into your window. Find the few texts that may say \
+the answer with code, by words of the question and by synonyms, and give each of them to a \
+child. Answer with the best of their answers. If there is nothing to read, calculate.
+{READING}"""
+EXAMPLE = Example(
+    query="In the letters of the context, for how many days has it rained?",
+    context=LETTERS,
+    code=f"""\
+parts = [text for text in context.values() if "days" in text]
+answers = rlm_query_batched(question + "{ALONE}", parts)
+FINAL(next((answer for answer in answers if answer), ""))""",
+    part=LETTERS["Rome 2"],
+    answer="nine")
+TOOLS = (search,)
+FIELDS = ("question", "context")
+
+
+def read(row):
+    texts = row.get("context")
+    if isinstance(texts, list) and all(isinstance(text, dict) for text in texts):
+        texts = [f"{field(text, 'title')}\n{field(text, 'text')}" for text in texts]
+    inside = texts.values() if isinstance(texts, dict) else texts
+    if not isinstance(texts, (str, list, dict)) or not all(
+            isinstance(text, str) for text in inside):
+        raise ValueError("field 'context' is no text, and no list or dict of texts")
+
+    answer = row.get("answers", row.get("answer"))
+    if "answers" not in row and "answer" not in row:
+        raise ValueError("field 'answer' is missing")
+    if isinstance(answer, dict):  # SQuAD on the hub
+        answer = field(answer, "text", list)
+    gold = answer if isinstance(answer, list) else [answer]
+    gold = [as_line(one) for one in gold if one not in (None, "")]
+    if not all(gold):
+        raise ValueError("field 'answer' is no text, no number and no list of them")
+    return field(row, "question"), texts, gold
+
+
+def tokens(text: str) -> list[str]:
+    """SQuAD's normalisation."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def number(text: str) -> float | None:
+    """What a text says that is a number, in whatever currency."""
+    digits = re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", text.strip(" $€£%.").replace(",", ""))
+    return float(digits[0]) if digits else None
+
+
+def f1(answer: str, gold: str) -> float:
+    if number(answer) is not None and number(gold) is not None:
+        return float(number(answer) == number(gold))
+    given, wanted = Counter(tokens(answer)), Counter(tokens(gold))
+    both = (given & wanted).total()
+    return 2 * both / (given.total() + wanted.total()) if both else 0.0
+
+
+def score(task, answer):
+    if not task.answer:
+        return float(answer in ("", []))
+    return max(f1(as_line(answer), gold) for gold in task.answer)
+
+
+def exact(task, answer):
+    """SQuAD's exact match."""
+    if not task.answer:
+        return score(task, answer)
+    return float(any(tokens(as_line(answer)) == tokens(gold) for gold in task.answer))
+
+
+def right_answer(task):
+    return task.answer[0] if task.answer else ""
+
+
+def says(part: str, gold: list[str]) -> bool:
+    """Whether a text has one of the alternatives, word by word."""
+    words = f" {' '.join(tokens(part))} "
+    return any(f" {' '.join(tokens(one))} " in words for one in gold)
+
+
+def part_score(task, part, answer):
+    """For a child that was given one text. If it does not say the answer, "" scores 1."""
+    if not isinstance(part, str):
+        return None
+    return score(task, answer) if says(part, task.answer) else float(answer in ("", []))
+
+
+# Good and bad scripts with their shares. Only "rank" with "read" is right. "read" and
+# "sentence" know the gold of a training row.
+TEXTS = {dict: "list(context.values())", list: "context", str: "context.split('\\n\\n')"}
+RANK = """\
+words = {{w for w in question.lower().replace("?", " ").split() if len(w) > 3}}
+texts = sorted({texts}, key=lambda text: -sum(w in text.lower() for w in words))
+"""
+ASK = "answers = rlm_query_batched(question, texts[:{number}])\n"
+JOIN = 'FINAL(next((answer for answer in answers if answer), ""))'
+ROOT_SCRIPTS = {
+    "rank": (0.5, RANK + ASK.format(number=3) + JOIN),
+    "first": (0.2, "texts = {texts}\n" + ASK.format(number=1) + JOIN),
+    "quote": (0.15, RANK + "FINAL(texts[0])"),
+    "forget": (0.15, RANK + "print(texts[0][:100])"),
+}
+CHILD_SCRIPTS = {"read": 0.6, "sentence": 0.25, "echo": 0.15}
+
+
+def demonstrate(task, node, rng):
+    if not task.context:  # nothing to read
+        return block(f"FINAL({right_answer(task)!r})")
+    if not node.depth:
+        _, code = ROOT_SCRIPTS[pick(ROOT_SCRIPTS, rng)]
+        return block(code.format(texts=TEXTS[type(task.context)]))
+    name, = rng.choices([*CHILD_SCRIPTS], CHILD_SCRIPTS.values())
+    if not node.written and name != "echo":
+        return block("print(context)")
+    if name == "echo":
+        return block("FINAL(context)")
+    text = node.turns[-1].text
+    found = [gold for gold in task.answer if gold in text]
+    if found and name == "sentence":
+        found = search(text, found[0], 0)
+    return block(f"FINAL({json.dumps(found[0] if found else '', ensure_ascii=False)})")
