@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from engine import packing
 from engine.device import DEVICE
 
-MOST = 0.3  # how much a step may forget
+MOST = 0.2  # how much a step may forget
 WATCHED = 64  # nodes per depth that are scored again, spread over the batch
 HALVINGS = 8
 
