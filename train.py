@@ -101,86 +101,41 @@ def main() -> None:
         sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a run needs, all of it read and checked before a weight is."""
+    config: Config
+    run: Run
+    plan: Plan
+    start: Start
+    questions: Questions
+    score: Callable
+    objective: Callable
+    tokenizer: Tokenizer
+    rlm_config: RLMConfig
+    saved: list[Rollout]  # trees that the warm-up imitates in place of scripts
+
+
 def train(config: Config, world: World) -> None:
-    """One run: what it needs, then the warm-up and GRPO, with an evaluation after each.
-    With --plan only the first: no weights are read, and nothing is written."""
-    if config.plan and not config.model:
-        raise ValueError("--plan needs --model; the tiny one fits anywhere")
-    # What the user gave is read first: a typo must leave no directory.
-    if config.card and not config.plan:
-        raise ValueError("--card needs --plan: a run takes the device that is here")
-    have = free_memory(world)
-    width = 0
-    if config.model and not config.resume:
-        width = Qwen3Config.read(os.path.join(config.model, "config.json")).hidden_size
-    config = settings.settle(config, width)
-    objective = objective_of(config)
-    score = util.load_function(config.reward, "score") if config.reward else tasks.reward
-    kind = tasks.load(config.task, config.data)
-    questions = Questions(kind, config.data, config.seed, config.heldout,
-                          config.eval_every > 0)
-    run = Run(config, world)
-    start = Start(config.model, State()) if config.plan else run.start()
-    in_grpo = run.state.phase == "grpo"
-    if run.state.silent == PATIENCE:  # it had stopped, and is continued
-        run.state.silent = 0
-    trees, nodes = [], []
-    if not in_grpo and config.warmup not in ("", "scripts"):
-        trees = saved_trees(config.warmup)
-    if not start.weights:
-        if world.rank == 0:
-            run.claim()
-            make_tiny(run.path("init"), config, questions)
-        world.gather(None)  # it can be read
-        start = replace(start, weights=run.path("init"))
-
-    tokenizer = Tokenizer.from_pretrained(start.source)
-    shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
-    changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
-    rlm_config = rlm.load_config(
-        start.source, shape.max_position_embeddings, config.sandbox, changes)
-    name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
-    rlm_config = replace(rlm_config, task=name)
-    wanted = plan_of(config, shape, rlm_config, have)
-    if config.card:
-        wanted = wanted.on_card(config.card)
-    plan = wanted.fitted(world.size)
-    rlm_config = replace(rlm_config, window=plan.window)
-    if config.plan or plan != wanted:
-        print(plan.table(wanted))
-    if hf.is_wrapped(start.weights):
-        print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
-    root = rlm.opened(questions.draw("grpo", 0), tokenizer, rlm_config)
-    print(settings.opening(config, rlm_config, plan), settings.room(root, rlm_config),
-          sep="\n")
+    """One run: the warm-up and GRPO, with an evaluation after each. With --plan only what
+    it needs: no weights are read, and nothing is written."""
+    setup = prepare(config, world)
     if config.plan:
-        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
-        print(printable("\n".join([questions.described(), *prompt])))
         return
-    print(f"what is interrupted continues with: {resuming(config, world)}")
-    if not plan.fits(world.size):
-        raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
-                         "--lora-rank 16, more devices or a smaller model; see --plan")
-
-    if not in_grpo and config.warmup_steps:
-        nodes = warm_up_nodes(config, plan, questions, tokenizer, rlm_config, trees)
-    adapters = config.lora_rank > 0 and (in_grpo or config.model != "")
-    model, optimizer = load(start, config, plan, adapters)
-    run.open(tokenizer, rlm_config)
-
-    if not in_grpo:
-        warm_up(config, run, plan, model, optimizer, nodes)
-        stored = plan.dtype if config.lora_rank else torch.float32
-        warm = run.end_warm_up(model, stored)
-        model = optimizer = None  # they are freed before others are read
-        model, optimizer = load(warm, config, plan, config.lora_rank > 0)
+    run, questions = setup.run, setup.questions
+    if run.state.phase == "warmup":
+        start = warm_up(setup)
+        model, optimizer = load(start, setup, setup.config.lora_rank > 0)
         run.save_checkpoint(model, optimizer)
-    sampler = make_sampler(config, plan, model, world)
-    collect = partial(collect_trees, run, model, sampler, score)
+    else:
+        model, optimizer = load(setup.start, setup, setup.config.lora_rank > 0)
+        run.open(setup.tokenizer, setup.rlm_config)
+    sampler = make_sampler(setup, model)
+    collect = partial(collect_trees, run, model, sampler, setup.score)
+
     if "heldout_warmup" not in run.state.results:
         evaluate(run, collect, "heldout_warmup", questions.heldout)
-    grpo_loop(config, run, plan, model, optimizer, objective, questions, collect,
-              Clock(sampler.stats))
+    grpo_loop(setup, model, optimizer, collect, Clock(sampler.stats))
     run.save_checkpoint(model, optimizer)
     run.save_model(model, "final")
     evaluate(run, collect, "heldout_final", questions.heldout)
@@ -194,59 +149,69 @@ def train(config: Config, world: World) -> None:
 # ------------------------------------------------------------------------------------------
 # The warm-up
 
-def warm_up(config: Config, run: Run, plan: Plan, model: Qwen3,
-            optimizer: AdamW, nodes: list[Node]) -> None:
-    """Supervised steps on what scripts, or a saved policy, wrote in these nodes."""
-    state, steps, said = run.state, config.warmup_steps, time.monotonic()
-    suits = settings.defaults(plan.config.hidden_size)
+def warm_up(setup: Setup) -> Start:
+    """Supervised steps on what scripts, or a saved policy, wrote. Returns where GRPO starts
+    from: OUT/warmup."""
+    config, run, plan, steps = setup.config, setup.run, setup.plan, setup.config.warmup_steps
+    nodes = warm_up_nodes(setup) if steps else []
+    model, optimizer = load(setup.start, setup, config.lora_rank > 0 and config.model != "")
+    run.open(setup.tokenizer, setup.rlm_config)
+
+    state, said = run.state, time.monotonic()
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
-        batch = rng.choices(nodes, k=suits.warmup_rows)
-        rows = [Row(node.ids, node.mask, [], [], 1) for node in batch]
-        tokens = sum(node.sampled for node in batch)
-        total = 0.0
-        for pack in packing.packs(rows, plan, run.world, DEVICE):
-            logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-            loss = -logprobs.sum() / tokens
-            (loss * run.world.size).backward()  # FSDP averages over the ranks
-            total += loss.item()
-        total = sum(run.world.gather(total))
-
+        batch = rng.choices(nodes, k=settings.defaults(plan.config.hidden_size).warmup_rows)
+        loss = imitate(batch, plan, run.world, model)
         rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
         lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
-        optimizer_step(run, model, optimizer, lr, total)
+        optimizer_step(model, optimizer, lr, loss)
         state.step += 1
 
         last = state.step == steps
         if step % 10 == 0 or last:
-            bar.set_postfix(loss=f"{total:.3f}")
-            run.log({"phase": "warmup", "step": state.step, "loss": total})
+            bar.set_postfix(loss=f"{loss:.3f}")
+            run.log({"phase": "warmup", "step": state.step, "loss": loss})
         if time.monotonic() - said > EVERY_SECONDS or last:
             said = time.monotonic()
-            bar.write(f"warm-up {state.step:4}/{steps} | loss {total:.3f} | "
+            bar.write(f"warm-up {state.step:4}/{steps} | loss {loss:.3f} | "
                       f"{run.elapsed():.0f} s", file=sys.stdout)
         run.maybe_save(model, optimizer, every=1 if last else 100)
+    return run.end_warm_up(model, plan.dtype if config.lora_rank else torch.float32)
 
 
-def warm_up_nodes(config: Config, plan: Plan, questions: Questions, tokenizer: Tokenizer,
-                  rlm_config: RLMConfig, trees: list[Rollout]) -> list[Node]:
+def imitate(nodes: list[Node], plan: Plan, world: World, model: Qwen3) -> float:
+    """The gradient of the mean of -log p over the sampled tokens of the nodes. Returns that
+    mean."""
+    rows = [Row(node.ids, node.mask, [], [], 1) for node in nodes]
+    tokens = sum(node.sampled for node in nodes)
+    total = 0.0
+    for pack in packing.packs(rows, plan, world, DEVICE):
+        logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+        loss = -logprobs.sum() / tokens
+        (loss * world.size).backward()  # FSDP averages over the ranks
+        total += loss.item()
+    return sum(world.gather(total))
+
+
+def warm_up_nodes(setup: Setup) -> list[Node]:
     """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
     scripts. Raises ValueError if none fits into the window."""
-    system, *_ = rlm.opening(Node(), "", "", questions.kind, rlm_config)
+    config, plan, trees = setup.config, setup.plan, setup.saved
+    system, *_ = rlm.opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
     others = sum(tree.root.turns[0].text != system for tree in trees)
     if others:
         print(f"{others} of {len(trees)} saved trees have a system prompt that this "
               "run will not use")
     for node in [node for tree in trees for node in tree.root.walk()]:
-        node.turns = tokenizer.encode_turns(node.turns, node.example)
+        node.turns = setup.tokenizer.encode_turns(node.turns, node.example)
     if not trees:
         suits = settings.defaults(plan.config.hidden_size)
         count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
-        asked = [questions.draw("warmup", i) for i in range(count)]
-        trees = scripted_trees(asked, tokenizer, rlm_config, config.seed)
+        asked = [setup.questions.draw("warmup", i) for i in range(count)]
+        trees = scripted_trees(asked, setup.tokenizer, setup.rlm_config, config.seed)
         trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk()]
     fit = [node for node in nodes if node.sampled and len(node.ids) <= plan.window]
@@ -272,21 +237,22 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
-              optimizer: AdamW, objective: Callable, questions: Questions,
-              collect: Callable, clock: Clock) -> None:
+def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, collect: Callable,
+              clock: Clock) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
-    state = run.state
-    reference = reference_of(config, run, plan)
+    config, run, questions = setup.config, setup.run, setup.questions
+    state, reference = run.state, reference_of(setup)
+    if state.silent == PATIENCE:  # it had stopped, and is continued
+        state.silent = 0
 
-    while progress(config, run) < 1 and state.silent < PATIENCE:
+    while progress(config, state) < 1 and state.silent < PATIENCE:
         clock.start()
-        batch = questions.batch(state.step, config.questions)
-        rollouts = collect(batch, (config.seed, state.step), "trees", config.group)
+        asked = questions.batch(state.step, config.questions)
+        rollouts = collect(asked, (config.seed, state.step), "trees", config.group)
         clock.sampled()
-        credit = objective(rollouts, config)
+        credit = setup.objective(rollouts, config)
         rows = grpo.make_rows(rollouts, credit, config)
-        measured = update(config, run, plan, model, optimizer, reference, rows)
+        measured = update(setup, model, optimizer, reference, rows)
 
         state.step += 1
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
@@ -302,26 +268,27 @@ def grpo_loop(config: Config, run: Run, plan: Plan, model: Qwen3,
         print(f"stopped: in the last {PATIENCE} steps no node had an advantage")
 
 
-def update(config: Config, run: Run, plan: Plan, model: Qwen3, optimizer: AdamW,
-           reference: Qwen3 | None, rows: list[Row]) -> dict:
+def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None,
+           rows: list[Row]) -> dict:
     """One optimizer step over all rows, or --updates of them; none without any row. Returns
     what was measured at the last one: means over the tokens, the gradient's norm before
     clipping, how much the policy forgot, and the share of the step that is left."""
+    config, plan, world = setup.config, setup.plan, setup.run.world
     measured = {"grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     if not rows:
         return measured
-    packs = packing.packs(rows, plan, run.world, DEVICE)
+    packs = packing.packs(rows, plan, world, DEVICE)
     grpo.add_log_probabilities(packs, config, model, reference)
     for _ in range(config.updates):
-        stats, watch = Stats(), steady.Watch(model, rows, plan, run.world)
+        stats, watch = Stats(), steady.Watch(model, rows, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
             loss, watched = policy_loss(logprobs, entropy, pack, config)
-            (loss * run.world.size).backward()  # FSDP averages over the ranks
+            (loss * world.size).backward()  # FSDP averages over the ranks
             stats += Stats.of(loss, watched)
-        stats = sum(run.world.gather(stats), Stats())
-        norm = optimizer_step(
-            run, model, optimizer, learning_rate(config, run), stats.loss)
+        stats = sum(world.gather(stats), Stats())
+        lr = learning_rate(config, setup.run.state)
+        norm = optimizer_step(model, optimizer, lr, stats.loss)
         forgot, left = steady.shorten(optimizer, watch.forgot)
         measured = {"grad_norm": norm, "forgot": forgot, "step_left": left}
     return stats.metrics() | measured
@@ -345,21 +312,20 @@ def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
     return [Rollout(job.task, job.group, *grown[job.key]) for job in jobs]
 
 
-def progress(config: Config, run: Run) -> float:
+def progress(config: Config, state: State) -> float:
     """0 before the first step of GRPO, 1 when --steps or --tokens are reached."""
-    by_steps = run.state.step / config.steps if config.steps else 1.0
-    by_tokens = run.state.sampled / config.tokens if config.tokens else 0.0
+    by_steps = state.step / config.steps if config.steps else 1.0
+    by_tokens = state.sampled / config.tokens if config.tokens else 0.0
     return max(by_steps, by_tokens)
 
 
-def learning_rate(config: Config, run: Run) -> float:
+def learning_rate(config: Config, state: State) -> float:
     """Rises over the first five steps, then falls linearly to a tenth."""
-    rising = min(1.0, (run.state.step + 1) / 5)
-    return config.lr * rising * (1 - 0.9 * progress(config, run))
+    rising = min(1.0, (state.step + 1) / 5)
+    return config.lr * rising * (1 - 0.9 * progress(config, state))
 
 
-def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
-                   loss: float) -> float:
+def optimizer_step(model: Qwen3, optimizer: AdamW, lr: float, loss: float) -> float:
     """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
     FloatingPointError before a NaN gets into the weights."""
     weights = [w for w in model.parameters() if w.grad is not None]
@@ -377,7 +343,74 @@ def optimizer_step(run: Run, model: Qwen3, optimizer: AdamW, lr: float,
 
 
 # ------------------------------------------------------------------------------------------
-# What a run starts from
+# What a run needs
+
+def prepare(config: Config, world: World) -> Setup:
+    """Read and check what the user gave, so that a typo leaves no directory; then what the
+    checkpoint says. Prints what the run begins with, and with --plan all of it."""
+    if config.plan and not config.model:
+        raise ValueError("--plan needs --model; the tiny one fits anywhere")
+    if config.card and not config.plan:
+        raise ValueError("--card needs --plan: a run takes the device that is here")
+    have = free_memory(world)
+    width = 0
+    if config.model and not config.resume:
+        width = Qwen3Config.read(os.path.join(config.model, "config.json")).hidden_size
+    config = settings.settle(config, width)
+    objective = objective_of(config)
+    score = util.load_function(config.reward, "score") if config.reward else tasks.reward
+    kind = tasks.load(config.task, config.data)
+    questions = Questions(kind, config.data, config.seed, config.heldout,
+                          config.eval_every > 0)
+    run = Run(config, world)
+    start = Start(config.model, State()) if config.plan else run.start()
+    saved = []
+    if run.state.phase == "warmup" and config.warmup not in ("", "scripts"):
+        saved = saved_trees(config.warmup)
+    if not start.weights:
+        if world.rank == 0:
+            run.claim()
+            make_tiny(run.path("init"), config, questions)
+        world.gather(None)  # it can be read
+        start = replace(start, weights=run.path("init"))
+
+    tokenizer = Tokenizer.from_pretrained(start.source)
+    shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
+    changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
+    rlm_config = rlm.load_config(
+        start.source, shape.max_position_embeddings, config.sandbox, changes)
+    name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
+    wanted = plan_of(config, shape, rlm_config, have)
+    if config.card:
+        wanted = wanted.on_card(config.card)
+    plan = wanted.fitted(world.size)
+    rlm_config = replace(rlm_config, task=name, window=plan.window)
+    setup = Setup(config, run, plan, start, questions, score, objective, tokenizer,
+                  rlm_config, saved)
+    announce(setup, wanted)
+    if not config.plan and not plan.fits(world.size):
+        raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
+                         "--lora-rank 16, more devices or a smaller model; see --plan")
+    return setup
+
+
+def announce(setup: Setup, wanted: Plan) -> None:
+    """What the run begins with, for people; with --plan also its questions, and the first
+    as the model will read it."""
+    config, plan, questions = setup.config, setup.plan, setup.questions
+    if config.plan or plan != wanted:
+        print(plan.table(wanted))
+    if hf.is_wrapped(setup.start.weights):
+        print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
+    root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
+    print(settings.opening(config, setup.rlm_config, plan))
+    print(settings.room(root, setup.rlm_config))
+    if config.plan:
+        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
+        print(printable("\n".join([questions.described(), *prompt])))
+    else:
+        print(f"what is interrupted continues with: {resuming(config, setup.run.world)}")
+
 
 def objective_of(config: Config) -> Callable:
     """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
@@ -413,17 +446,18 @@ def make_tiny(path: str, config: Config, questions: Questions) -> None:
     rlm.tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
 
 
-def load(start: Start, config: Config, plan: Plan,
-         adapters: bool) -> tuple[Qwen3, AdamW]:
+def load(start: Start, setup: Setup, adapters: bool) -> tuple[Qwen3, AdamW]:
     """This rank's share of the weights, and the optimizer as far as it is saved."""
-    def prepare(model: Qwen3) -> None:
+    config, plan = setup.config, setup.plan
+
+    def with_adapters(model: Qwen3) -> None:
         if adapters:
             model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
         parallel.shard(model, plan.dtype)
 
     gc.collect()  # weights that were in use before are in reference cycles
     stored = plan.dtype if adapters else torch.float32
-    model = Qwen3.from_pretrained(start.weights, stored, DEVICE, prepare)
+    model = Qwen3.from_pretrained(start.weights, stored, DEVICE, with_adapters)
     model.recompute = plan.recompute
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # Fused: the other kinds hold temporary copies of all weights.
@@ -436,20 +470,20 @@ def load(start: Start, config: Config, plan: Plan,
     return model, optimizer
 
 
-def make_sampler(config: Config, plan: Plan, model: Qwen3, world: World) -> Sampler:
+def make_sampler(setup: Setup, model: Qwen3) -> Sampler:
     """A copy with merged adapters is faster than the adapters beside the weights."""
-    return Sampler(model, memory=plan.need(world.size)["KV cache"],
-                   batch=MOST_WINDOWS, window=plan.window,
-                   dtype=plan.dtype,
-                   copy=config.lora_rank > 0 and not plan.apart)
+    plan = setup.plan
+    return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
+                   batch=MOST_WINDOWS, window=plan.window, dtype=plan.dtype,
+                   copy=setup.config.lora_rank > 0 and not plan.apart)
 
 
-def reference_of(config: Config, run: Run, plan: Plan) -> Qwen3 | None:
+def reference_of(setup: Setup) -> Qwen3 | None:
     """The policy that GRPO started from, for a KL term. With adapters it is the model with
     its adapters off, so nothing is loaded."""
-    if not config.kl or config.lora_rank:
+    if not setup.config.kl or setup.config.lora_rank:
         return None
-    reference = Qwen3.from_pretrained(run.path("warmup"), plan.dtype, DEVICE)
+    reference = Qwen3.from_pretrained(setup.run.path("warmup"), setup.plan.dtype, DEVICE)
     return reference.requires_grad_(False)
 
 

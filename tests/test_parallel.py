@@ -69,11 +69,11 @@ def take_step(out, kind, number, world):
     Returns loss, gradients, weights and metrics."""
     found, optimizer_step = {}, train.optimizer_step
 
-    def watch(run, model, *more):
+    def watch(model, *more):
         found["gradients"] = {name: full_tensor(weight.grad).clone()
                               for name, weight in model.named_parameters()
                               if weight.requires_grad}
-        return optimizer_step(run, model, *more)
+        return optimizer_step(model, *more)
 
     def collect(run, model, *more):
         # A forward pass without a backward pass must leave no weight gathered.

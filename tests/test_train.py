@@ -90,7 +90,7 @@ def reinforce(loop, trees):
 
     given = vars(loop) | {"collect": collect, "clock": Clock({"seconds": 0.0})}
     train.grpo_loop(**given)
-    return lines(loop.config.out)[-1]
+    return lines(loop.setup.config.out)[-1]
 
 
 def copies(model):
@@ -198,9 +198,8 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
     assert row["step"] == 10 and row["flat"] == 1 and "entropy" not in row
     assert not moved(before, loop.model)
     assert "stopped: in the last 10 steps" in capsys.readouterr().out
-    loop.run.state.silent = 0
     reinforce(loop, [flat] * 14 + [scripted_trees] + [flat] * 30)
-    assert lines(loop.config.out)[-1]["step"] == 25
+    assert lines(loop.setup.config.out)[-1]["step"] == 25
 
 
 def test_a_step_that_forgets_too_much_is_shortened(
@@ -213,10 +212,10 @@ def test_a_step_that_forgets_too_much_is_shortened(
             loop = loop_of("--steps", 3, "--updates", 2, *flags)
             found, optimizer_step = [], train.optimizer_step
 
-            def watch(run, model, optimizer, *more):
+            def watch(model, optimizer, *more):
                 found.append(copies(model))
                 monkeypatch.setattr(steady, "MOST", most if len(found) == 6 else 1.0)
-                return optimizer_step(run, model, optimizer, *more)
+                return optimizer_step(model, optimizer, *more)
 
             with monkeypatch.context() as patch:
                 patch.setattr(train, "optimizer_step", watch)
@@ -258,10 +257,13 @@ def test_what_a_step_forgot_is_what_good_nodes_lost_at_the_worst_depth(short_run
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
     old = []
 
-    def warm_up(config, run, memory, model, *more):
+    def imitate(nodes, plan, world, model):
         old.extend(weakref.ref(weight) for weight in model.parameters())
 
-    monkeypatch.setattr(train, "warm_up", warm_up)
+        return 0.0
+
+    monkeypatch.setattr(train, "imitate", imitate)
+    monkeypatch.setattr(train, "optimizer_step", lambda *args: None)
     stopped_at("grpo_loop", monkeypatch, tmp_path / "w", "--model", short_run / "init",
                "--warmup-steps", 1, "--warmup", "scripts", "--heldout", 1)
     assert len(old) > 20 and not any(weight() is not None for weight in old)
@@ -291,14 +293,13 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     saved = tmp_path / "trees.jsonl"
     assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
                    "--n", 4, "--model", short_run / "init", "--save", saved) is None
-    given = stopped_at("warm_up", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
+    given = stopped_at("imitate", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
                        "--model", short_run / "init")
     assert "4 of 4 trees are fit to learn from" in capsys.readouterr().out
-    before = copies(given.model)
-    train.warm_up(**vars(given))
-    assert moved(before, given.model)
+    train.imitate(**vars(given))
+    assert all(weight.grad is not None for weight in given.model.parameters())
 
-    tokenizer = given.run.tokenizer
+    tokenizer = Tokenizer.from_pretrained(short_run / "init")
     for node in given.nodes:
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
