@@ -7,10 +7,9 @@
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
-or a server lost are counted apart and stay out of the means. train.py uses `evaluate`.
+or a server lost are counted apart and stay out of the means.
 
-Left out: several answers per question (pass@k), and intervals over training runs. Tried:
-a bootstrap alone, which is certain of four equal scores, so `interval` widens it.
+Left out: several answers per question (pass@k).
 """
 import argparse
 import asyncio
@@ -29,8 +28,6 @@ from types import ModuleType
 
 import engine  # before torch: it says how torch's threads wait
 
-import numpy as np
-
 import rlm
 import tasks
 import util
@@ -40,24 +37,17 @@ from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
-from tasks.text import as_text
 from training import report
-from training.metrics import shares
+from training.scores import differences, record_of, summary, trained_as
 from tree import Completion, Node, Rollout, from_row, write_rollouts
 from util import MISREAD, write_text
 
 # The last three are in baselines/methods.py.
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
-Z = 1.959964  # of a 95 % interval
 
 
 # ------------------------------------------------------------------------------------------
 # Methods
-
-def trained_as(config: RLMConfig) -> str:
-    """The method that a checkpoint was trained as."""
-    return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
-
 
 def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
     """The checkpoint's configuration, with REPLs down to the depth in the method's name; a
@@ -68,80 +58,6 @@ def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
     if config.max_nodes == 1:
         raise ValueError(f"{method}: rlm.json says max_nodes 1, so there are no children")
     return replace(config, max_depth=depth)
-
-
-# ------------------------------------------------------------------------------------------
-# Statistics
-
-def record_of(rollout: Rollout) -> dict:
-    """What the statistics read of an answer. A context's length is its characters / 4."""
-    nodes = list(rollout.root.walk())
-    return {"id": rollout.task.id, "context": len(as_text(rollout.task.context)) // 4,
-            "score": rollout.reward, "own": rollout.root.score,  # None without --reward
-            "failed": rollout.failed, "end": rollout.root.end,
-            "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
-
-
-def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
-    """A row of the table: means over the questions that did not fail."""
-    scored = [r for r in records if not r["failed"]]
-
-    def mean(name: str) -> float | None:
-        values = [r[name] for r in scored if r.get(name) is not None]
-        return float(np.mean(values)) if values else None
-
-    low, high = None, None
-    if scored:
-        low, high = interval([r["score"] for r in scored])
-        length = length or round(mean("context"))
-    return {
-        "task": task, "method": method, "length": length, "n": len(scored),
-        "failed": len(records) - len(scored), "low": low, "high": high,
-        **{name: mean(name) for name in "score own in out nodes seconds".split()},
-        "ends": dict(Counter(r["end"] for r in scored).most_common())}
-
-
-def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
-    """The 95 % interval of the mean of scores between `least` and 1: the percentiles of
-    2,000 bootstrap resamples (Efron, 1979), widened. As in Wilson's interval (1927), a
-    share z²/(n + z²) of all questions may score `least`, or 1, though none of these did."""
-    values = np.asarray(scores, dtype=float)
-    n = len(values)
-    picks = np.random.default_rng(0).integers(n, size=(2000, n))
-    low, high = np.percentile(values[picks].mean(1), [2.5, 97.5]).tolist()
-    unseen = Z ** 2 / (n + Z ** 2)
-    low += unseen * (min(least, values.min()) - low)
-    high += unseen * (max(1.0, values.max()) - high)
-    return float(low), float(high)
-
-
-def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
-    """For each two methods the mean difference of their scores, question by question, with
-    its 95 % interval. `cells`: {(task, length, method): {question: record}}."""
-    rows = []
-    for (one, a), (two, b) in itertools.combinations(cells.items(), 2):
-        both = [i for i in a if i in b and not a[i]["failed"] and not b[i]["failed"]]
-        if one[:2] == two[:2] and both:
-            gaps = [a[i]["score"] - b[i]["score"] for i in both]
-            low, high = interval(gaps, least=-1.0)
-            rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
-                         "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
-                         "high": high})
-    return rows
-
-
-def evaluate(run, collect: Callable, name: str, asked: list[tasks.Task]) -> float:
-    """The mean score of one tree per question; all scores are kept as results[name]."""
-    records = [record_of(r) for r in collect(asked, (run.config.seed, name), name)]
-    row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
-    run.state.results[name] = row
-    run.log({"phase": "eval", "name": name, "step": run.state.step,
-             "sampled": run.state.sampled, **row})
-    own = "" if row["own"] is None else f" (the task's own {row['own']:.3f})"
-    print(f"{name}: score {row['score']:.3f}{own}  "
-          f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, "
-          f"length {row['length']:,}, {row['nodes']:.1f} nodes, {shares(row['ends'])}")
-    return row["score"]
 
 
 # ------------------------------------------------------------------------------------------

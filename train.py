@@ -47,7 +47,6 @@ from engine import hf, packing, parallel
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
 from engine.plan import MOST_WINDOWS, Plan, free_memory, plan_of
-from eval import evaluate
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from repl import REPLError
@@ -59,6 +58,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, settings, steady
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
+from training.scores import evaluate
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from tree import Node, Rollout, printable
 from util import parse, readable
@@ -152,7 +152,8 @@ def train(config: Config, world: World) -> None:
 def warm_up(setup: Setup) -> Start:
     """Supervised steps on what scripts, or a saved policy, wrote. Returns where GRPO starts
     from: OUT/warmup."""
-    config, run, plan, steps = setup.config, setup.run, setup.plan, setup.config.warmup_steps
+    config, run, plan = setup.config, setup.run, setup.plan
+    steps = config.warmup_steps
     nodes = warm_up_nodes(setup) if steps else []
     model, optimizer = load(setup.start, setup, config.lora_rank > 0 and config.model != "")
     run.open(setup.tokenizer, setup.rlm_config)

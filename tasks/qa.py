@@ -21,9 +21,9 @@ The answer is a name, a number or a few words copied from the context: the short
 that answers the question, without a sentence around it. If the context does not say it, \
 the answer is "" and nothing else."""
 STRATEGY = f"""\
-Reading everything yourself would not fit into your window. Find the few texts that may say \
-the answer with code, by words of the question and by synonyms, and give each of them to a \
-child. Answer with the best of their answers. If there is nothing to read, calculate.
+Reading everything yourself would not fit into your window. Find the few texts that may \
+say the answer with code, by words of the question and by synonyms, and give each of them to \
+a child. Answer with the best of their answers. If there is nothing to read, calculate.
 {READING}"""
 EXAMPLE = Example(
     query="In the letters of the context, for how many days has it rained?",

@@ -15,6 +15,7 @@ from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks
 from training.run import State
+from training import scores
 from tree import Node, Rollout, read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
@@ -44,10 +45,10 @@ def record(score, failed="", seconds=1.0, end="final"):
 
 def test_failures_stay_out_of_every_mean():
     records = [record(1.0), record(0.0, seconds=3.0, end="turns"), record(0.0, "lost", 99)]
-    row = evaluation.summary(records, "evidence", None, "rlm1")
+    row = scores.summary(records, "evidence", None, "rlm1")
     assert (row["n"], row["failed"], row["score"], row["length"]) == (2, 1, 0.5, 100)
     assert row["seconds"] == 2.0 and row["ends"] == {"final": 1, "turns": 1}
-    lost = evaluation.summary(records[2:], "evidence", 8000, "rlm1")
+    lost = scores.summary(records[2:], "evidence", 8000, "rlm1")
     assert (lost["n"], lost["score"], lost["low"]) == (0, None, None)
 
 
@@ -59,7 +60,7 @@ def test_differences_are_paired_and_skip_what_either_lost():
     a = {i: record(s + 0.1) for i, s in enumerate(base)} | {50: record(0.0, "lost")}
     b = {i: record(s) for i, s in enumerate(base)} | {50: record(1.0), 51: record(1.0)}
     cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): {0: record(0.0)}}
-    d, = evaluation.differences(cells)
+    d, = scores.differences(cells)
     assert (d["a"], d["b"], d["n"]) == ("a", "b", 50)
     assert d["difference"] == pytest.approx(0.1)
     unseen = 3.8415 / 53.8415  # such a share of all questions may differ otherwise
@@ -74,7 +75,7 @@ def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
     rng, held, trials = random.Random(0), 0, 300
     for _ in range(trials):
         other = rng.random if right == 0.8 else float
-        low, high = evaluation.interval(
+        low, high = scores.interval(
             [1.0 if rng.random() < right else other() for _ in range(n)])
         held += low <= mean <= high
     assert held >= 0.93 * trials
@@ -130,7 +131,7 @@ def test_the_line_of_training_has_the_tasks_own_score(capsys):
     rollout = Rollout(task, "0", Node(end="final", score=0.75), 0.5)
     run = SimpleNamespace(config=SimpleNamespace(seed=0), rlm_config=rlm.RLMConfig(),
                           state=State(), log=lambda row: None)
-    evaluation.evaluate(run, lambda *_: [rollout], "validation", [task])
+    scores.evaluate(run, lambda *_: [rollout], "validation", [task])
     assert "validation: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
 
 

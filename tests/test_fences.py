@@ -14,8 +14,8 @@ import train
 ROOT = Path(__file__).resolve().parent.parent
 # A part may import those in groups before its own, and those beside it where that is said.
 ORDER = [{"util", "sandbox"}, {"tree", "engine"},
-         {"repl", "tokenizer", "tasks", "model", "grpo", "training"}, {"sampler"}, {"rlm"},
-         {"baselines"}, {"eval"}, {"train"}, {"experiments"}]
+         {"repl", "tokenizer", "tasks", "model", "grpo"}, {"sampler"}, {"rlm"},
+         {"training", "baselines"}, {"eval"}, {"train"}, {"experiments"}]
 BESIDE = {"sandbox": {"util"},
           "rlm": {"baselines"}}  # its command line may be told to ask a server
 FOLDERS = {"sandbox", "engine", "tasks", "training", "baselines", "experiments"}

@@ -8,10 +8,10 @@ less likely. So some of these nodes are scored again after each step:
     forgot = mean over nodes of max(0, 1 - pi_after(node) / pi_before(node))
 
 at the depth where it is largest, as a tree has one root among many children. Most steps
-have 0.00 to 0.15, ruinous ones 0.6 to 1.0. While it is above MOST, half of the step is taken
-back. TRPO (1502.05477) searches along its step in the same way, for a small KL. The mean KL
-per token does not tell them apart here (docs/results.md): it counts each token alike, and
-what bad nodes wrote should be forgotten.
+have 0.00 to 0.15, ruinous ones 0.6 to 1.0. While it is above MOST, half of the step is
+taken back. TRPO (1502.05477) searches along its step in the same way, for a small KL. The
+mean KL per token does not tell the two apart (docs/results.md): it counts each token alike,
+and what bad nodes wrote is to be forgotten.
 """
 import math
 from collections import defaultdict
