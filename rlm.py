@@ -1,4 +1,4 @@
-"""One rollout of a Recursive Language Model: prompts, parsing, and the recursion.
+"""One rollout of a Recursive Language Model: a node writes code, which asks children.
 
 The context never enters the model's window. It is the variable `context` in a Python
 REPL, beside `question`. The model writes ```repl blocks, sees what they print, and ends by
@@ -19,13 +19,13 @@ The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
 """
+from __future__ import annotations
+
 import argparse
 import asyncio
 import inspect
-import json
 import math
 import random
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -37,92 +37,20 @@ from typing import Any
 
 import tasks
 import util
+from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, Limits, REPLError, cut, trees_at_once
 from tasks import Task
-from tasks.in_repl import block, help_of, source
-from tasks.text import ALONE, LETTERS, Example, about, as_text, describe
+from tasks.in_repl import source
+from tasks.text import about, as_text
 from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
                   render)
 from util import read_json, read_texts, write_json
-
-
-@dataclass(frozen=True)
-class RLMConfig:
-    """How a tree may grow. Saved beside the weights as rlm.json."""
-    max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
-    max_turns: int = 6  # messages that the policy may write in one node
-    turn_tokens: int = 1024  # sampled tokens of one message, at most
-    window: int = 32_768  # tokens of one node, prompts and observations included
-    max_nodes: int = 32  # nodes of a tree, the root included
-    tree_tokens: int = 200_000  # sampled tokens of a tree
-    seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
-    style: str = "full"  # full: for pretrained models; brief: for those made from nothing
-    task: str = ""  # that it was trained on: a name, or a file
-    limits: Limits = field(default_factory=Limits)
-
-    def save(self, path: str) -> None:
-        write_json(path, asdict(self))
-
-
-def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
-                changes: str = "") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults, and the fields of a file `changes` in
-    their place. The window is at most the model's positions. `sandbox` depends on this
-    machine, so no file sets it."""
-    config, saved = RLMConfig(), Path(model_dir, "rlm.json")
-    if saved.exists():
-        config = changed(config, read_json(saved), saved)
-    if changes:
-        config = changed(config, read_json(changes), changes)
-    limits = replace(config.limits, sandbox=sandbox)
-    return replace(config, window=min(config.window, positions), limits=limits)
-
-
-CHOICES = {"style": ("full", "brief"), "sandbox": ("require", "auto", "off")}
-MOST = 1e9  # of each number
-
-
-def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig | Limits:
-    """The configuration with these fields in place of its own. Raises ValueError that names
-    the `source` for a field that there is not, and for a wrong value."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"{source}: {fields!r:.40} is no JSON object")
-    values = {}
-    for name, value in fields.items():
-        usual = getattr(config, name, None)
-        if usual is None:
-            raise ValueError(f"{source}: there is no field {name!r}")
-        if isinstance(usual, Limits):
-            value = changed(usual, value, source)
-        types = (type(usual), int) if type(usual) is float else (type(usual),)
-        good = type(value) in types
-        if good and name in CHOICES:
-            good = value in CHOICES[name]
-        elif good and type(value) in (int, float):
-            above = -1 if name == "max_depth" else 0
-            good = above < value <= MOST
-        if not good:
-            raise ValueError(f"{source}: {name} cannot be {value!r}")
-        values[name] = value
-    return replace(config, **values)
-
-
-# The trees of the tiny model that train.py makes.
-TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     seconds=60.0, style="brief",
-                     limits=Limits(seconds=5.0, output_chars=200))
-
-
-def tiny_rlm(kind: ModuleType) -> RLMConfig:
-    """TINY_RLM, with the changes that a kind of task makes: its TINY."""
-    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
-
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 
 
 # ------------------------------------------------------------------------------------------
-# One tree, and many
+# One tree
 
 async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
                   key: tuple = ()) -> Node:
@@ -141,109 +69,6 @@ def opened(task: Task, tokenizer, config: RLMConfig) -> Node:
     """The root of a tree as the policy reads it first."""
     return _Tree(task, None, tokenizer, config, ()).root()[0]
 
-
-@dataclass(frozen=True)
-class Job:
-    """One tree that is to be grown."""
-    task: Task
-    key: tuple = ()  # seeds the sampling; no two trees of a run have the same
-    group: str = ""  # the trees of one question
-
-
-def jobs(questions: list[Task], key: tuple = (), times: int = 1) -> list[Job]:
-    """`times` trees for each question. A key ends with the number of its tree."""
-    return [Job(task, (*key, i * times + n), str(i))
-            for i, task in enumerate(questions) for n in range(times)]
-
-
-async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
-                  at_once: int = 256, label: str = "",
-                  score: Callable = tasks.reward) -> list[Rollout]:
-    """Each tree with its reward, in order. Raises REPLError if every tree is lost."""
-    async def one(job: Job) -> Rollout:
-        return await scored_rollout(job, policy, tokenizer, config, score)
-
-    at_once = min(at_once, trees_at_once(config.max_nodes))
-    rollouts = await side_by_side(one, [(job,) for job in todo], at_once, label)
-    if rollouts and all(rollout.failed for rollout in rollouts):
-        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
-    return rollouts
-
-
-async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
-                         score: Callable = tasks.reward,
-                         grow: Callable = rollout) -> Rollout:
-    """One tree, made by `grow`, with its reward.
-
-    If the machine loses the tree, another is grown with the same key: a killed REPL server
-    loses all trees. If that is lost too, if the question is refused, or if there is no
-    score, `failed` says why and the reward is 0. Such trees stay out of means and
-    baselines."""
-    task = job.task
-    for _ in range(2):
-        try:
-            root = await grow(task, policy, tokenizer, config, job.key)
-            break
-        except (REPLError, Lost, OSError) as error:
-            if util.is_theirs(error):
-                raise
-            failed = repr(error)
-        except Refused as error:  # it would be refused again
-            failed = f"refused: {error!s:.200}"
-            return Rollout(task, job.group, Node(end="refused"), 0.0, failed)
-    else:
-        return Rollout(task, job.group, Node(end="failed"), 0.0, failed)
-    try:
-        return Rollout(task, job.group, root, await reward_of(root, task, score))
-    except Unscored as error:
-        return Rollout(task, job.group, root, 0.0, repr(error))
-
-
-async def reward_of(root: Node, task: Task, score: Callable) -> float:
-    """score(task, answer), or score(task, answer, root) if it takes three parameters; plain
-    or async. If `score` replaces that of the task, the task's own is computed first and
-    kept as root.score. Raises ValueError if the reward is not finite."""
-    if score is not tasks.reward and hasattr(tasks.of(task), "score"):
-        root.score = await reward_of(root, task, tasks.reward)
-    arguments = (task, root.answer, root)
-    try:
-        inspect.signature(score).bind(*arguments)
-    except TypeError:  # it takes no root
-        arguments = arguments[:2]
-    reward = score(*arguments)
-    if inspect.isawaitable(reward):
-        reward = await reward
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ValueError(f"the score of {task.id} is {reward!r}, no finite number")
-    return float(reward)
-
-
-async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:
-    """`await one(*item)` for all items, in order, up to `at_once` at a time. Without a
-    label there is no bar. Where stderr is no terminal, lines take its place."""
-    from tqdm import tqdm  # here: one question needs no bar
-
-    gate, done = asyncio.Semaphore(at_once), []
-    said = time.monotonic()
-
-    async def gated(item: tuple) -> Any:
-        nonlocal said
-        async with gate:
-            result = await one(*item)
-        bar.update()
-        done.append(item)
-        if label and bar.disable and time.monotonic() - said > EVERY_SECONDS:
-            said = time.monotonic()
-            print(f"{label}: {len(done)} of {len(items)}")
-        return result
-
-    hidden = None if label else True  # None: shown in a terminal
-    with tqdm(total=len(items), desc=label, leave=False, disable=hidden) as bar:
-        return await asyncio.gather(*map(gated, items))
-
-
-# ------------------------------------------------------------------------------------------
-# The recursion
 
 class _Tree:
     """One tree while it grows: its budgets, and what its nodes share."""
@@ -423,127 +248,181 @@ class _Tree:
 
 
 # ------------------------------------------------------------------------------------------
-# Prompts and parsing
+# Many trees
 
-FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")
-REPEATED = 400  # characters of the question that each observation repeats
-FULL_WINDOW = ": the window is full"
-NO_BLOCK = {
-    "brief": "No complete ```repl block in this message, so nothing ran.",
-    "full": "Nothing ran: your message has no complete block. A block looks like this:\n"
-            "```repl\nprint(context)\n```"}
-
-
-def parse(text: str) -> tuple[str, str | None]:
-    """A message up to the end of its first complete block, and that block's code. Without
-    one: the whole message, and None.
-
-    A block opens with three or more backticks and "repl", anywhere in a line that ends
-    there. It ends where a line begins with as many backticks."""
-    opened = FENCE.search(text, len(text) - len(spoken(text)))
-    if not opened:
-        return text, None
-    closed = re.compile("^" + opened[1], re.M).search(text, opened.end())
-    if not closed:
-        return text, None
-    return text[:closed.end()], text[opened.end():closed.start()]
+@dataclass(frozen=True)
+class Job:
+    """One tree that is to be grown."""
+    task: Task
+    key: tuple = ()  # seeds the sampling; no two trees of a run have the same
+    group: str = ""  # the trees of one question
 
 
-def spoken(text: str) -> str:
-    """A message without the thought (<think>...</think>) that it begins with; "" if the
-    thought does not end."""
-    if text.lstrip().startswith("<think>"):
-        return text.partition("</think>")[2].lstrip()
-    return text
+def jobs(questions: list[Task], key: tuple = (), times: int = 1) -> list[Job]:
+    """`times` trees for each question. A key ends with the number of its tree."""
+    return [Job(task, (*key, i * times + n), str(i))
+            for i, task in enumerate(questions) for n in range(times)]
 
 
-FULL = """\
-You answer a question about a context, which may be too long to read. Both are variables \
-in a Python REPL: `question` and `context`. Each of your messages is one block of code:
+async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
+                  at_once: int = 256, label: str = "",
+                  score: Callable = tasks.reward) -> list[Rollout]:
+    """Each tree with its reward, in order. Raises REPLError if every tree is lost."""
+    async def one(job: Job) -> Rollout:
+        return await scored_rollout(job, policy, tokenizer, config, score)
 
-```repl
-print(context)
-```
-
-It runs, and you see what it prints, at most {output} characters. Variables persist. You \
-have {turns} messages of at most {tokens} tokens. In the REPL you also have:
-- FINAL(value): gives your answer and ends at once.
-{calls}{tools}
-{strategy}
-
-The conversation begins with an example, about another context. Then comes your question."""
-
-CALLS = """\
-- rlm_query_batched(prompts, contexts) -> a list of answers, each of {child}. One string \
-as prompts is used for every context. rlm_query(prompt, context): one such call.
-- llm_query_batched(prompts), llm_query(prompt) -> str: a model without a REPL, for short \
-texts.
-A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
-"""
-CHILD = "a child with a REPL of its own, working like you"
-READER = "a model without a REPL that reads the whole context (keep it short)"
-LEAF = "Answer the question briefly and exactly, with nothing else."
-BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
-GO_ON = "Write the next block. If you can answer now, call FINAL(value) in it."
-LAST = "This is your last message: call FINAL in its block."
-
-EXAMPLE = Example(
-    query="What are the letters from Rome about: weather, money or family? Answer with a "
-          "dict {name of the letter: subject}.",
-    context=LETTERS,
-    code=f"""\
-names = [name for name in context if "Rome" in name]
-parts = [context[name] for name in names]
-answers = rlm_query_batched(question + "{ALONE}", parts)
-FINAL(dict(zip(names, answers)))""",
-    part=LETTERS["Rome 2"], answer="weather")
+    at_once = min(at_once, trees_at_once(config.max_nodes))
+    rollouts = await side_by_side(one, [(job,) for job in todo], at_once, label)
+    if rollouts and all(rollout.failed for rollout in rollouts):
+        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
+    return rollouts
 
 
-def shown(example: Example, delegates: bool) -> list[str]:
-    """The conversation of an example's root, which delegates, or that of its child, which
-    reads: texts of user and assistant in turn."""
-    if delegates:
-        user = f"{example.query}\n{describe(example.context, 'full')}"
-        return [user, block(example.code)]
-    query = example.query + ALONE
-    return [f"{query}\n{describe(example.part, 'full')}", block("print(context)"),
-            f"{example.part}\n\nThe question: {query}\n{GO_ON}",
-            block(f"FINAL({json.dumps(example.answer)})")]
+async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
+                         score: Callable = tasks.reward,
+                         grow: Callable = rollout) -> Rollout:
+    """One tree, made by `grow`, with its reward.
+
+    If the machine loses the tree, another is grown with the same key: a killed REPL server
+    loses all trees. If that is lost too, if the question is refused, or if there is no
+    score, `failed` says why and the reward is 0. Such trees stay out of means and
+    baselines."""
+    task = job.task
+    for _ in range(2):
+        try:
+            root = await grow(task, policy, tokenizer, config, job.key)
+            break
+        except (REPLError, Lost, OSError) as error:
+            if util.is_theirs(error):
+                raise
+            failed = repr(error)
+        except Refused as error:  # it would be refused again
+            failed = f"refused: {error!s:.200}"
+            return Rollout(task, job.group, Node(end="refused"), 0.0, failed)
+    else:
+        return Rollout(task, job.group, Node(end="failed"), 0.0, failed)
+    try:
+        return Rollout(task, job.group, root, await reward_of(root, task, score))
+    except Unscored as error:
+        return Rollout(task, job.group, root, 0.0, repr(error))
 
 
-def opening(node: Node, query: str, context: Any, kind: ModuleType,
-            config: RLMConfig) -> tuple[str, list[str], str]:
-    """What opens a node: the system message, the example conversation (texts of user and
-    assistant in turn), and the user's message; `kind` is that of the task."""
-    if node.kind == "llm":
-        return LEAF, [], query if context is None else f"{query}\n\n{as_text(context)}"
-    tools = getattr(kind, "TOOLS", ())
-    user = f"{query}\n{describe(context, config.style)}"
-    if config.style == "brief":
-        names = "".join(f"{tool.__name__}, " for tool in tools)
-        return BRIEF.format(tools=names), [], user
-
-    # A child that could only ask models without a REPL is told to read.
-    asks = config.max_nodes > 1 and (not node.path or node.depth < config.max_depth)
-    calls, strategy = "", getattr(kind, "READING", "") if node.path else ""
-    if asks:
-        child = CHILD if node.depth < config.max_depth else READER
-        calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
-        strategy = getattr(kind, "STRATEGY", "")
-    system = getattr(kind, "PROMPT", FULL).format(
-        output=config.limits.output_chars, turns=config.max_turns,
-        tokens=config.turn_tokens, calls=calls, tools=help_of(tools), strategy=strategy)
-    return system, shown(getattr(kind, "EXAMPLE", EXAMPLE), asks), user
+async def reward_of(root: Node, task: Task, score: Callable) -> float:
+    """score(task, answer), or score(task, answer, root) if it takes three parameters; plain
+    or async. If `score` replaces that of the task, the task's own is computed first and
+    kept as root.score. Raises ValueError if the reward is not finite."""
+    if score is not tasks.reward and hasattr(tasks.of(task), "score"):
+        root.score = await reward_of(root, task, tasks.reward)
+    arguments = (task, root.answer, root)
+    try:
+        inspect.signature(score).bind(*arguments)
+    except TypeError:  # it takes no root
+        arguments = arguments[:2]
+    reward = score(*arguments)
+    if inspect.isawaitable(reward):
+        reward = await reward
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ValueError(f"the score of {task.id} is {reward!r}, no finite number")
+    return float(reward)
 
 
-def observation(seen: str, node: Node, query: str, config: RLMConfig) -> str:
-    """What follows a message: its output, the question once more, and what to do."""
-    turn, turns = node.written + 1, config.max_turns
-    short = query if len(query) <= REPEATED else query[:REPEATED] + " …"
-    if config.style == "brief":
-        return f"{seen}\n{turn}/{turns} {short}"
-    shown = seen or "The block printed nothing."
-    return f"{shown}\n\nThe question: {short}\n{LAST if turn == turns else GO_ON}"
+async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:
+    """`await one(*item)` for all items, in order, up to `at_once` at a time. Without a
+    label there is no bar. Where stderr is no terminal, lines take its place."""
+    from tqdm import tqdm  # here: one question needs no bar
+
+    gate, done = asyncio.Semaphore(at_once), []
+    said = time.monotonic()
+
+    async def gated(item: tuple) -> Any:
+        nonlocal said
+        async with gate:
+            result = await one(*item)
+        bar.update()
+        done.append(item)
+        if label and bar.disable and time.monotonic() - said > EVERY_SECONDS:
+            said = time.monotonic()
+            print(f"{label}: {len(done)} of {len(items)}")
+        return result
+
+    hidden = None if label else True  # None: shown in a terminal
+    with tqdm(total=len(items), desc=label, leave=False, disable=hidden) as bar:
+        return await asyncio.gather(*map(gated, items))
+
+
+# ------------------------------------------------------------------------------------------
+# How a tree may grow: rlm.json
+
+@dataclass(frozen=True)
+class RLMConfig:
+    """How a tree may grow. Saved beside the weights as rlm.json."""
+    max_depth: int = 1  # nodes down to this depth have a REPL; the root is at depth 0
+    max_turns: int = 6  # messages that the policy may write in one node
+    turn_tokens: int = 1024  # sampled tokens of one message, at most
+    window: int = 32_768  # tokens of one node, prompts and observations included
+    max_nodes: int = 32  # nodes of a tree, the root included
+    tree_tokens: int = 200_000  # sampled tokens of a tree
+    seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
+    style: str = "full"  # full: for pretrained models; brief: for those made from nothing
+    task: str = ""  # that it was trained on: a name, or a file
+    limits: Limits = field(default_factory=Limits)
+
+    def save(self, path: str) -> None:
+        write_json(path, asdict(self))
+
+
+def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
+                changes: str = "") -> RLMConfig:
+    """rlm.json of a checkpoint, or the defaults, and the fields of a file `changes` in
+    their place. The window is at most the model's positions. `sandbox` depends on this
+    machine, so no file sets it."""
+    config, saved = RLMConfig(), Path(model_dir, "rlm.json")
+    if saved.exists():
+        config = changed(config, read_json(saved), saved)
+    if changes:
+        config = changed(config, read_json(changes), changes)
+    limits = replace(config.limits, sandbox=sandbox)
+    return replace(config, window=min(config.window, positions), limits=limits)
+
+
+CHOICES = {"style": ("full", "brief"), "sandbox": ("require", "auto", "off")}
+MOST = 1e9  # of each number
+
+
+def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig | Limits:
+    """The configuration with these fields in place of its own. Raises ValueError that names
+    the `source` for a field that there is not, and for a wrong value."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source}: {fields!r:.40} is no JSON object")
+    values = {}
+    for name, value in fields.items():
+        usual = getattr(config, name, None)
+        if usual is None:
+            raise ValueError(f"{source}: there is no field {name!r}")
+        if isinstance(usual, Limits):
+            value = changed(usual, value, source)
+        types = (type(usual), int) if type(usual) is float else (type(usual),)
+        good = type(value) in types
+        if good and name in CHOICES:
+            good = value in CHOICES[name]
+        elif good and type(value) in (int, float):
+            above = -1 if name == "max_depth" else 0
+            good = above < value <= MOST
+        if not good:
+            raise ValueError(f"{source}: {name} cannot be {value!r}")
+        values[name] = value
+    return replace(config, **values)
+
+
+# The trees of the tiny model that train.py makes.
+TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
+                     seconds=60.0, style="brief",
+                     limits=Limits(seconds=5.0, output_chars=200))
+
+
+def tiny_rlm(kind: ModuleType) -> RLMConfig:
+    """TINY_RLM, with the changes that a kind of task makes: its TINY."""
+    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
 
 
 # ------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from engine.parallel import World, full_tensor
 from engine.plan import MOST_WINDOWS, Plan, free_memory, plan_of
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
+from prompts import opening
 from repl import REPLError
 from rlm import EVERY_SECONDS, RLMConfig
 from sampler import Sampler, SamplerError
@@ -201,7 +202,7 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
     scripts. Raises ValueError if none fits into the window."""
     config, plan, trees = setup.config, setup.plan, setup.saved
-    system, *_ = rlm.opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
+    system, *_ = opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
     others = sum(tree.root.turns[0].text != system for tree in trees)
     if others:
         print(f"{others} of {len(trees)} saved trees have a system prompt that this "

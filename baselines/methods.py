@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-import rlm
+import prompts
 from rlm import RLMConfig
 from tasks import Task, notes
 from tasks.text import about, as_text
@@ -115,7 +115,7 @@ class Reader:
     def __init__(self, policy, tokenizer, config: RLMConfig, key: tuple):
         self.policy, self.tokenizer, self.config, self.key = policy, tokenizer, config, key
         brief = config.style == "brief"  # a small window has no room for instructions
-        self.answer = rlm.LEAF if brief else READER
+        self.answer = prompts.LEAF if brief else READER
         self.notes = "Notes." if brief else NOTES.format(tokens=config.turn_tokens)
 
     def fit(self, system: str, prompt: Callable[[int], str], most: int) -> int:
@@ -143,5 +143,5 @@ class Reader:
         node.add(Turn("user", user, tuple(ids)))
         done = await self.policy(node, self.config.turn_tokens, (*self.key, path, 0))
         node.add(Turn("assistant", done.text, done.ids, done.logprobs))
-        node.answer = rlm.spoken(done.text)
+        node.answer = prompts.spoken(done.text)
         return node

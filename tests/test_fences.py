@@ -14,7 +14,7 @@ import train
 ROOT = Path(__file__).resolve().parent.parent
 # A part may import those in groups before its own, and those beside it where that is said.
 ORDER = [{"util", "sandbox"}, {"tree", "engine"},
-         {"repl", "tokenizer", "tasks", "model", "grpo"}, {"sampler"}, {"rlm"},
+         {"repl", "tokenizer", "tasks", "model", "grpo"}, {"sampler", "prompts"}, {"rlm"},
          {"training", "baselines"}, {"eval"}, {"train"}, {"experiments"}]
 BESIDE = {"sandbox": {"util"},
           "rlm": {"baselines"}}  # its command line may be told to ask a server
@@ -53,11 +53,11 @@ def imports(path, inside_functions=True):
 
 
 def rooms(names):
-    """The parts of the house among imported modules: ten files and six folders."""
+    """The parts of the house among imported modules: eleven files and six folders."""
     return {name.split(".")[0] for name in names} & {*TOP, *FOLDERS}
 
 
-def test_the_top_level_has_nine_scripts_and_util():
+def test_the_top_level_has_ten_scripts_and_util():
     assert {path.stem for path in ROOT.glob("*.py")} == TOP
 
 
@@ -111,6 +111,6 @@ def test_the_program_needs_only_the_packages_that_it_names():
 
 
 def test_importing_the_text_side_loads_the_standard_library_alone():
-    code = ("import sys, tree, tasks, repl, rlm\n"
+    code = ("import sys, tree, tasks, repl, prompts, rlm\n"
             f"sys.exit(bool({OUTSIDE} & {{*sys.modules}}))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,6 +1,5 @@
 """LoRA: what adapters compute, where they are merged, how they are saved; training runs."""
 import json
-import os
 from pathlib import Path
 
 import pytest

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import eval as evaluation
-import rlm
+import prompts
 import tasks
 from baselines import methods
 from baselines.methods import flat
@@ -34,7 +34,7 @@ def answer(name, task, says, tokenizer=None, **config):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Tokenizer.train([rlm.FULL, methods.READER, " ".join(WORDS)], 600)
+    return Tokenizer.train([prompts.FULL, methods.READER, " ".join(WORDS)], 600)
 
 
 @pytest.mark.parametrize("with_ids", [True, False])

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import prompts
 import rlm
 import tasks
 from conftest import command
 from repl import Limits, REPLError
-from rlm import RLMConfig, opening, parse, rollout
+from prompts import opening, parse
+from rlm import RLMConfig, rollout
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
 from tree import Completion, Node, Refused, Turn, Unscored
@@ -71,7 +73,7 @@ def grow(says, question=None, tokenizer=None, **config):
 
 @pytest.fixture(scope="module")
 def tiny():
-    texts = [rlm.FULL, evidence_kind.STRATEGY, "FINAL(rlm_query_batched('x', ps))\n" * 9]
+    texts = [prompts.FULL, evidence_kind.STRATEGY, "FINAL(rlm_query_batched('x', ps))\n" * 9]
     return Tokenizer.train(texts, 700)
 
 
@@ -496,8 +498,8 @@ def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
 def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
     """A tree that grows from the example's own messages has no error, and its turns are
     those that prompts show."""
-    example = getattr(tasks.load(name), "EXAMPLE", rlm.EXAMPLE)
-    asks, reads = rlm.shown(example, True), rlm.shown(example, False)
+    example = getattr(tasks.load(name), "EXAMPLE", prompts.EXAMPLE)
+    asks, reads = prompts.shown(example, True), prompts.shown(example, False)
 
     def child(node):
         return [reads[1], reads[3]][node.written]
