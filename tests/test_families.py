@@ -12,7 +12,8 @@ from test_tokenizer import TEXTS, fast_json
 
 from engine.hf import FAMILIES
 from model import Qwen3
-from tokenizer import STEPS, Tokenizer
+from engine.vocabulary import STEPS
+from tokenizer import Tokenizer
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenizer import CHATML, MARKERS, NORMALIZER, NO_THINKING, STEPS, Tokenizer
+from engine.vocabulary import NORMALIZER, STEPS
+from tokenizer import CHATML, MARKERS, NO_THINKING, Tokenizer
 from tree import Turn
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
