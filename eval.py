@@ -165,7 +165,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
                                  "seconds": round(time.monotonic() - begun, 3)}, rollout
 
 
-def compare(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Put to every method every question that --out lacks, and print the scores."""
     tokenizer = None
     config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
@@ -235,7 +235,7 @@ def compare(args: argparse.Namespace) -> None:
         raise REPLError("no question could be scored")
 
 
-def compare_files(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> None:
     """Print the scores in files of --out, and their differences question by question."""
     cells: dict[tuple, dict] = defaultdict(dict)
     for path in args.compare:
@@ -258,7 +258,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     args = read_flags()
     try:
-        work = compare_files if args.compare else compare
+        work = compare if args.compare else measure
         work(args)
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; with --out the same command goes on")

@@ -50,7 +50,7 @@ TRUST_MAX = 2.0  # the largest w_t
 class Credit:
     """What an objective says of a node."""
     advantages: list[float]  # one per sampled turn
-    weight: float  # of each of the node's tokens, without c
+    weight: float  # what each token of the node weighs in the loss, without c
 
 
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
@@ -118,8 +118,8 @@ class Row:
     mask: list[int]  # (T), 1 for sampled tokens
     logprobs: list[float]  # (T), the sampler's; 0 where mask is 0
     advantages: list[float]  # (N)
-    weight: float  # of each sampled token in the loss
-    depth: int = 0  # of the node; a root has 0
+    weight: float  # what each sampled token weighs in the loss
+    depth: int = 0  # how deep the node is; a root has 0
 
 
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],

@@ -1,4 +1,4 @@
-"""What a node reads: the system message, an example, the question, and what its code printed.
+"""What a node reads: system message, example, question, and what its code printed.
 
 Full prompts are for pretrained models: they explain, and show an example conversation that
 nobody sampled. Brief ones are for models made from nothing, which know from a warm-up what
@@ -70,7 +70,7 @@ texts.
 A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
 """
 CHILD = "a child with a REPL of its own, working like you"
-READER = "a model without a REPL that reads the whole context (keep it short)"
+LEAF_CHILD = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
 GO_ON = "Write the next block. If you can answer now, call FINAL(value) in it."
@@ -116,7 +116,7 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
     asks = config.max_nodes > 1 and (not node.path or node.depth < config.max_depth)
     calls, strategy = "", getattr(kind, "READING", "") if node.path else ""
     if asks:
-        child = CHILD if node.depth < config.max_depth else READER
+        child = CHILD if node.depth < config.max_depth else LEAF_CHILD
         calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
         strategy = getattr(kind, "STRATEGY", "")
     system = getattr(kind, "PROMPT", FULL).format(

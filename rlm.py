@@ -362,9 +362,9 @@ class RLMConfig:
     window: int = 32_768  # tokens of one node, prompts and observations included
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
-    seconds: float = 900.0  # of a tree's code; waiting for the model costs nothing
+    seconds: float = 900.0  # processor time of its code; waiting for the model is free
     style: str = "full"  # full: for pretrained models; brief: for those made from nothing
-    task: str = ""  # that it was trained on: a name, or a file
+    task: str = ""  # the task that it was trained on: a name, or a file
     limits: Limits = field(default_factory=Limits)
 
     def save(self, path: str) -> None:
@@ -386,7 +386,7 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
 
 
 CHOICES = {"style": ("full", "brief"), "sandbox": ("require", "auto", "off")}
-MOST = 1e9  # of each number
+MOST = 1e9  # the largest value of each number
 
 
 def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig | Limits:

@@ -80,7 +80,7 @@ TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
 TINY_VOCABULARY = 1024
 TOKENIZER_TREES = 192
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
-PATIENCE = 10  # steps without any signal, after which GRPO ends
+SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
     "or --warmup if they score 0, harder ones if they score 1; or raise --group")
@@ -132,16 +132,16 @@ def train(config: Config, world: World) -> None:
         model, optimizer = load(setup.start, setup, setup.config.lora_rank > 0)
         run.open(setup.tokenizer, setup.rlm_config)
     sampler = make_sampler(setup, model)
-    collect = partial(collect_trees, run, model, sampler, setup.score)
+    sample = partial(sample_trees, run, model, sampler, setup.score)
 
     if "heldout_warmup" not in run.state.results:
-        evaluate(run, collect, "heldout_warmup", questions.heldout)
-    grpo_loop(setup, model, optimizer, collect, Clock(sampler.stats))
+        evaluate(run, sample, "heldout_warmup", questions.heldout)
+    grpo_loop(setup, model, optimizer, sample, Clock(sampler.stats))
     run.save_checkpoint(model, optimizer)
     run.save_model(model, "final")
-    evaluate(run, collect, "heldout_final", questions.heldout)
+    evaluate(run, sample, "heldout_final", questions.heldout)
     for name, longer in questions.longer.items():
-        evaluate(run, collect, name, longer)
+        evaluate(run, sample, name, longer)
     run.finish()
     if run.state.silent == run.state.step > 0:
         raise ValueError(NOTHING_LEARNT)
@@ -239,18 +239,18 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, collect: Callable,
+def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, sample: Callable,
               clock: Clock) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     config, run, questions = setup.config, setup.run, setup.questions
     state, reference = run.state, reference_of(setup)
-    if state.silent == PATIENCE:  # it had stopped, and is continued
+    if state.silent == SILENT_STEPS:  # it had stopped, and is continued
         state.silent = 0
 
-    while progress(config, state) < 1 and state.silent < PATIENCE:
+    while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
         asked = questions.batch(state.step, config.questions)
-        rollouts = collect(asked, (config.seed, state.step), "trees", config.group)
+        rollouts = sample(asked, (config.seed, state.step), "trees", config.group)
         clock.sampled()
         credit = setup.objective(rollouts, config)
         rows = grpo.make_rows(rollouts, credit, config)
@@ -261,13 +261,13 @@ def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, collect: Callable,
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
         run.log_step(rollouts, credit, rows, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
-            score = evaluate(run, collect, "validation", questions.validation)
+            score = evaluate(run, sample, "validation", questions.validation)
             if score > state.best:
                 state.best = score
                 run.save_model(model, "best")
         run.maybe_save(model, optimizer)
-    if state.silent == PATIENCE:
-        print(f"stopped: in the last {PATIENCE} steps no node had an advantage")
+    if state.silent == SILENT_STEPS:
+        print(f"stopped: in the last {SILENT_STEPS} steps no node had an advantage")
 
 
 def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None,
@@ -296,7 +296,7 @@ def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None
     return stats.metrics() | measured
 
 
-def collect_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
+def sample_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str,
                   group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now. Each rank samples those

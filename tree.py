@@ -46,7 +46,7 @@ class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
-    logprobs: tuple[float, ...] = ()  # of `ids`, at temperature 1
+    logprobs: tuple[float, ...] = ()  # one per id, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
 
@@ -79,7 +79,7 @@ ENDS = {
     "timeout": "its code ran too long",
     "crash": "its REPL died",
     "protocol": "its REPL broke the protocol",
-    "failed": "the machine lost the tree",  # of a root alone
+    "failed": "the machine lost the tree",  # only roots end so
 }
 
 

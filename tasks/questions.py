@@ -47,7 +47,7 @@ class Questions:
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128, validation: bool = False):
         self.kind, self.name, self.seed = kind, tasks.name_of(kind), seed
-        self.rows: list[Task] = []  # of the file; without one, questions are generated
+        self.rows: list[Task] = []  # from a file; without one, questions are generated
         self.longer: dict[str, list[Task]] = {}
         self.validation: list[Task] = []
         if data:

@@ -23,9 +23,9 @@ class Example:
     """A question with a tree that answers it. Full prompts show it before the real one."""
     query: str
     context: Any
-    code: str  # of the root: it asks children `question + ALONE`, and answers
+    code: str  # the root's block: it asks children `question + ALONE`, and answers
     part: str  # the context of one child
-    answer: str | list[str]  # of that child
+    answer: str | list[str]  # what that child answers
 
 
 LETTERS = {

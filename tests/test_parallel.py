@@ -94,7 +94,7 @@ def take_step(out, kind, number, world):
         patch.setattr(steady, "MOST", -1.0 if number == SHORT_STEP else 1.0)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
-        patch.setattr(train, "collect_trees", collect)
+        patch.setattr(train, "sample_trees", collect)
         patch.setattr(train, "evaluate", lambda *_: None)
         patch.setattr(train, "optimizer_step", watch)
         patch.setattr(Run, "log_step", lambda *args: found.update(metrics=args[-1]))

@@ -88,7 +88,7 @@ def reinforce(loop, trees):
     def collect(asked, key, *more):
         return trees[min(key[1], len(trees) - 1)]
 
-    given = vars(loop) | {"collect": collect, "clock": Clock({"seconds": 0.0})}
+    given = vars(loop) | {"sample": collect, "clock": Clock({"seconds": 0.0})}
     train.grpo_loop(**given)
     return lines(loop.setup.config.out)[-1]
 
@@ -357,12 +357,12 @@ import os, signal, sys
 sys.path.insert(0, ".")
 import train, training.run
 training.run.SAVE_EVERY = 2
-collect = train.collect_trees
+collect = train.sample_trees
 def killed(run, *args):
     if run.state.step == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return collect(run, *args)
-train.collect_trees = killed
+train.sample_trees = killed
 train.main()
 """
 
@@ -508,6 +508,6 @@ def test_a_run_without_its_metrics_goes_on_and_one_that_stopped_can_continue(
     shutil.copytree(short_run, out)
     (out / "metrics.jsonl").unlink()
     path = Path(checkpoint.checkpoints(out)[-1], "state.json")
-    path.write_text(json.dumps(state_of(out) | {"silent": train.PATIENCE}))
+    path.write_text(json.dumps(state_of(out) | {"silent": train.SILENT_STEPS}))
     command(train, monkeypatch, "--out", out, "--resume", "--steps", 4)
     assert [row["step"] for row in lines(out) if row["phase"] == "grpo"] == [3, 4]

@@ -15,7 +15,7 @@ from tasks.text import as_text
 from training.metrics import shares
 from tree import Rollout
 
-Z = 1.959964  # of a 95 % interval
+Z = 1.959964  # deviations on each side of a 95 % interval
 
 
 def trained_as(config: RLMConfig) -> str:
@@ -80,9 +80,9 @@ def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
     return rows
 
 
-def evaluate(run, collect: Callable, name: str, asked: list[Task]) -> float:
+def evaluate(run, sample: Callable, name: str, asked: list[Task]) -> float:
     """The mean score of one tree per question; all scores are kept as results[name]."""
-    records = [record_of(r) for r in collect(asked, (run.config.seed, name), name)]
+    records = [record_of(r) for r in sample(asked, (run.config.seed, name), name)]
     row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
     run.state.results[name] = row
     run.log({"phase": "eval", "name": name, "step": run.state.step,

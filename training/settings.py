@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from util import flag
 
-BY_CHECKPOINT = -1  # of flags whose default depends on the checkpoint
+BY_CHECKPOINT = -1  # a flag with this default takes its value from the checkpoint
 POSITIVE = 1e-12  # the least rate
 NARROW = 256  # hidden size; a model below that was made from nothing, here
 WIDE = 2560  # the hidden size of Qwen3-4B
@@ -136,21 +136,21 @@ def opening(config, rlm_config, plan) -> str:
             f"{rlm_config.max_turns} turns each")
 
 
-def room(root, limits) -> str:
+def room(root, rlm_config) -> str:
     """How much of the window the opened root of the first question takes, and budgets that
-    end nodes or trees before others can be used up. `limits` is an RLMConfig."""
-    used, window = len(root.ids), limits.window
+    end nodes or trees before others can be used up. `rlm_config` is an RLMConfig."""
+    used, window = len(root.ids), rlm_config.window
     if root.end:
         return f"a window of {window:,} tokens, into which the first prompt does not fit"
     lines = [f"a window of {window:,} tokens; the first prompt takes {used:,} of them"]
     if used > window / 3:
         lines[0] += ", more than a third"
-    node = limits.max_turns * limits.turn_tokens
+    node = rlm_config.max_turns * rlm_config.turn_tokens
     if node > window - used:
         node = window - used
-        lines.append(f"{limits.max_turns} turns of {limits.turn_tokens:,} tokens do not "
-                     "fit into the rest of it")
-    if limits.tree_tokens < limits.max_nodes * node:
-        lines.append(f"tree_tokens of {limits.tree_tokens:,} end a tree before "
-                     f"{limits.max_nodes} nodes have sampled {node:,} tokens each")
+        lines.append(f"{rlm_config.max_turns} turns of {rlm_config.turn_tokens:,} tokens do "
+                     "not fit into the rest of it")
+    if rlm_config.tree_tokens < rlm_config.max_nodes * node:
+        lines.append(f"tree_tokens of {rlm_config.tree_tokens:,} end a tree before "
+                     f"{rlm_config.max_nodes} nodes have sampled {node:,} tokens each")
     return "\n".join(lines)
