@@ -1,23 +1,22 @@
 """Charts: recorded results, curves from the files of runs, and a group of trees."""
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from conftest import command
 
 pytest.importorskip("matplotlib")
 
-from experiments import chart, picture
+from experiments import figures
 from tasks import Task
 from tree import Node, Rollout, Turn, write_rollouts
 
-RESULTS = Path(chart.__file__).parent / "results"
+RESULTS = Path(figures.__file__).parent / "results"
 
 
 def test_recorded_results_can_be_drawn(tmp_path, monkeypatch):
     out = tmp_path / "out.svg"
-    assert command(chart, monkeypatch, out, RESULTS / "main.json") is None
+    assert command(figures, monkeypatch, out, RESULTS / "main.json") is None
     assert "inherit 0." in out.read_text()
 
 
@@ -33,7 +32,7 @@ def test_a_curve_is_the_mean_of_its_runs_as_a_moving_average(tmp_path, monkeypat
     first = write_run(tmp_path / "a", [0.0] * 4 + [1.0] * 4)
     second = write_run(tmp_path / "b", [0.5] * 6)
     out = tmp_path / "out.svg"
-    assert command(chart, monkeypatch, out, f"<x>={first},{second}") is None
+    assert command(figures, monkeypatch, out, f"<x>={first},{second}") is None
     assert "&lt;x&gt; 0.45, n 2<" in out.read_text()  # (0.4 + 0.5) / 2 at step 6
 
 
@@ -51,8 +50,10 @@ def test_the_picture_is_of_the_first_group_that_learns_with_children_like_their_
     trees = [tree("a", 0.5), tree("a", 0.5), tree("b", 0.0, Node((0,))), good]
     saved, out = tmp_path / "trees.jsonl", tmp_path / "out.svg"
     write_rollouts(saved, trees)
-    assert command(picture, monkeypatch, saved, out) is None
-    svg = ElementTree.parse(out)  # what is written is escaped
-    fills = [each.get("fill") for each in svg.iter() if each.tag.endswith("circle")]
-    assert len(fills) == 6 and len({*fills[:4]}) == len({*fills[4:]}) == 1
-    assert fills[0] != fills[4]
+    assert command(figures, monkeypatch, out, saved) is None
+    assert "&lt;q&gt;" in out.read_text()  # what is written is escaped
+    axes = figures.group(trees).axes
+    fills = [{tuple(dot.get_facecolor()[0]) for dot in each.collections}
+             for each in axes[:2]]
+    assert [len(each.collections) for each in axes[:3]] == [4, 2, 0]
+    assert len(fills[0]) == len(fills[1]) == 1 and fills[0] != fills[1]
