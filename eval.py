@@ -3,13 +3,12 @@
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
     python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
-    python eval.py --compare a.jsonl b.jsonl        what --out wrote, question by question
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
 or a server lost are counted apart and stay out of the means.
 
-Left out: several answers per question (pass@k).
+Left out: several answers per question (pass@k), and differences of two models.
 """
 import argparse
 import asyncio
@@ -19,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -78,7 +77,6 @@ def read_flags() -> argparse.Namespace:
     only("--api", metavar="URL", help="as http://localhost:8000/v1; key: OPENAI_API_KEY")
     add("--api-model", metavar="NAME", help="the server's model")
     add("--policy", choices=("oracle",), help="the kind's script in place of a model")
-    only("--compare", metavar="FILE", nargs="+", help="compare files of --out")
     add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
         "the checkpoint was trained as, else rlm1)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
@@ -100,7 +98,7 @@ def read_flags() -> argparse.Namespace:
     add("--html", help="write the report, one page, to this file")
     add("--save", help="write the trees to this JSONL file")
     args = parser.parse_args()
-    if not (args.model or args.policy or args.compare or args.api and args.api_model):
+    if not (args.model or args.policy or args.api and args.api_model):
         parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
     if args.policy and args.api:
         parser.error("--policy oracle asks no server")
@@ -109,24 +107,22 @@ def read_flags() -> argparse.Namespace:
     return args
 
 
-def earlier_answers(path: str, settings: dict | None = None) -> dict[tuple, tuple]:
-    """The answers in a file of --out: {(kind, length, method, number of the question):
-    (record, rollout)}. With `settings` the file is begun or continued. Without them it is
-    only read. Raises ValueError if its first line has other settings."""
-    lines, answers = [], {}
+def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple]:
+    """Begin a file of --out, or read what is in it: {(kind, length, method, number of the
+    question): (record, rollout)}. Raises ValueError if its first line has other settings."""
+    lines, answers = [json.dumps(settings)], {}
     try:
-        if os.path.exists(path) or not settings:
+        if os.path.exists(path):
             *lines, _ = Path(path).read_text().split("\n")  # a kill may cut the last
-        first, *rows = map(json.loads, lines or [json.dumps(settings)])
+        first, *rows = map(json.loads, lines)
         for row in rows:
             name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
             answers[name] = row, rollout
     except MISREAD:
         raise ValueError(f"{path} was not written by --out") from None
-    if settings and first != settings:
+    if first != settings:
         raise ValueError(f"{path} was written by another command: name another --out")
-    if settings:
-        write_text(path, "".join(line + "\n" for line in lines or [json.dumps(settings)]))
+    write_text(path, "".join(line + "\n" for line in lines))
     return answers
 
 
@@ -189,7 +185,7 @@ def measure(args: argparse.Namespace) -> None:
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
     settings = {name: value for name, value in vars(args).items()
-                if name not in ("out", "html", "save", "compare")}
+                if name not in ("out", "html", "save")}
     answers = earlier_answers(args.out, settings) if args.out else {}
 
     async def one(name: tuple, task: Task) -> None:
@@ -235,31 +231,11 @@ def measure(args: argparse.Namespace) -> None:
         raise REPLError("no question could be scored")
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Print the scores in files of --out, and their differences question by question."""
-    cells: dict[tuple, dict] = defaultdict(dict)
-    for path in args.compare:
-        answers = earlier_answers(path)
-        if not answers:
-            raise ValueError(f"{path} holds no answer of --out")
-        for (*asked, method, number), (record, _) in answers.items():
-            cells[*asked, f"{path} {method}"][number, record["id"]] = record
-    print(report.HEAD)
-    for name, cell in cells.items():
-        print(report.table_line(summary(list(cell.values()), *name)))
-    pairs = differences(cells)
-    for pair in pairs:
-        print(report.difference_line(pair))
-    if not pairs:
-        print("no two of them have answered the same questions")
-
-
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     args = read_flags()
     try:
-        work = compare if args.compare else measure
-        work(args)
+        measure(args)
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted; with --out the same command goes on")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:

@@ -86,7 +86,7 @@ def group(saved: list[Rollout]) -> Figure:
         axes.axis("off")
     for axes, tree, advantage in zip(places, trees, advantages(trees, GRPOConfig())):
         draw(axes, tree.root, 0.0, 1.0, FROM_BAD_TO_GOOD((advantage + 1) / 2))
-        axes.set_title(f"{tree.reward:.2f} → {advantage:+.1f}", y=-0.15, fontsize=10)
+        axes.set_title(f"{tree.reward:.2f} → {advantage:+.1f}", y=-0.25, fontsize=10)
     below = ["reward → advantage: orange nodes become less likely, blue ones more"]
     below += [render(child, width=56) for child in trees[0].root.children[:1]]
     text = "\n".join(below).replace(" ", "\N{NO-BREAK SPACE}")  # or SVG joins blanks

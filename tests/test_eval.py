@@ -135,22 +135,6 @@ def test_the_line_of_training_has_the_tasks_own_score(capsys):
     assert "validation: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
 
 
-# --- files of --out -----------------------------------------------------------------------
-
-def test_files_of_two_commands_are_compared_on_the_questions_they_share(command, tmp_path):
-    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for path, method, n in ((a, "rlm1", 3), (b, "rlm0", 2)):
-        assert command("--policy", "oracle", "--tasks", "niah", "--methods", method,
-                       "--n", n, "--out", path)[0] is None
-    other = b.read_text().replace("niah-", "other-", 1)  # another question of that number
-    b.write_text(other + '{"name": [')  # as a kill may leave it
-    message, text = command("--compare", a, b)
-    _, first, second, difference = text.splitlines()
-    assert message is None and b.read_text().endswith('{"name": [')
-    assert f"{a} rlm1" in first and f"{b} rlm0" in second
-    assert f"{a} rlm1 - {b} rlm0 = +1.000" in difference and difference.endswith("  n 1")
-
-
 # --- a second start -----------------------------------------------------------------------
 
 FLAGS = ["--policy", "oracle", "--tasks", "niah,oolong", "--lengths", "2000", "--n", 3,
@@ -215,9 +199,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypa
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
     (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
-    (["--compare", "/nowhere"], "/nowhere"), (["--compare", "/dev/null"], "no answer of"),
-    (["--compare", DATA], "was not written by"),
-    (["--compare", __file__], "was not written by")])
+    (["--policy", "oracle", "--out", __file__], "was not written by")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()
