@@ -13,8 +13,8 @@ With --lora-rank adapters are trained, in the warm-up too. But the warm-up of a 
 from nothing trains all weights: adapters beside random weights learn nothing.
 
 `torchrun --nproc-per-node N train.py ...` is the same run on N devices. Each rank samples
-its share of a step's questions. The nodes of all trees are then divided among the ranks for
-the update.
+its share of a step's trees. The nodes of all trees are then divided among the ranks for the
+update.
 
 Left out: asynchronous sampling, a learning rate found by search, more than one task in a
 run. Tried (docs/results.md): older policies in each group, groups without signal drawn
@@ -213,7 +213,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
         suits = settings.defaults(plan.config.hidden_size)
         count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
-        trees = scripted_trees(asked, setup.tokenizer, setup.rlm_config, config.seed)
+        trees = scripted_trees(
+            asked, setup.tokenizer, setup.rlm_config, config.seed, setup.run.world)
         trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk()]
     fit = [node for node in nodes if node.sampled and len(node.ids) <= plan.window]
@@ -228,12 +229,27 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
 
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
-                   rlm_config: RLMConfig, seed: int | str) -> list[Rollout]:
+                   rlm_config: RLMConfig, seed: int | str,
+                   world: World) -> list[Rollout]:
     """One tree per question. A script takes the place of the policy, all else is as in
     GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
-    return asyncio.run(rlm.collect(
-        rlm.jobs(asked), policy, tokenizer, rlm_config, at_once=32, label="scripts"))
+    return grown(rlm.jobs(asked), world, lambda jobs: rlm.collect(
+        jobs, policy, tokenizer, rlm_config, at_once=32, label="scripts"))
+
+
+def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]:
+    """The tree of each job. Each rank grows its share, then all ranks have the same trees.
+
+    A share is neighbours in the list: two ranks that have trees of the same question both
+    compute its prompt."""
+    first, end = (len(jobs) * rank // world.size for rank in (world.rank, world.rank + 1))
+    rollouts = asyncio.run(collect(jobs[first:end]))
+    # Every rank knows the questions, so only the trees are exchanged.
+    share = [(tree.root, tree.reward, tree.failed) for tree in rollouts]
+    trees = [tree for part in world.gather(share) for tree in part]
+    return [Rollout(job.task, job.group, *tree)
+            for job, tree in zip(jobs, trees, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------
@@ -299,19 +315,11 @@ def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None
 def sample_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str,
                   group: int = 1) -> list[Rollout]:
-    """`group` trees per question, with the weights as they are now. Each rank samples those
-    of its share of the questions, then all ranks get all trees."""
+    """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
     policy = rlm.local_policy(sampler, run.tokenizer)
-    jobs, world = rlm.jobs(asked, key, group), run.world
-    mine = [job for n, job in enumerate(jobs) if n // group % world.size == world.rank]
-    rollouts = asyncio.run(rlm.collect(
-        mine, policy, run.tokenizer, run.rlm_config, label=label, score=score))
-    # Every rank knows the questions, so only the trees are exchanged.
-    share = {job.key: (tree.root, tree.reward, tree.failed)
-             for job, tree in zip(mine, rollouts, strict=True)}
-    grown = {key: tree for part in world.gather(share) for key, tree in part.items()}
-    return [Rollout(job.task, job.group, *grown[job.key]) for job in jobs]
+    return grown(rlm.jobs(asked, key, group), run.world, lambda jobs: rlm.collect(
+        jobs, policy, run.tokenizer, run.rlm_config, label=label, score=score))
 
 
 def progress(config: Config, state: State) -> float:
@@ -372,7 +380,7 @@ def prepare(config: Config, world: World) -> Setup:
     if not start.weights:
         if world.rank == 0:
             run.claim()
-            make_tiny(run.path("init"), config, questions)
+        make_tiny(run.path("init"), config, questions, world)
         world.gather(None)  # it can be read
         start = replace(start, weights=run.path("init"))
 
@@ -431,13 +439,15 @@ def objective_of(config: Config) -> Callable:
     return objective
 
 
-def make_tiny(path: str, config: Config, questions: Questions) -> None:
-    """A checkpoint made from nothing: a tokenizer trained on the conversations of scripted
-    trees, and a small Qwen3 with random weights."""
+def make_tiny(path: str, config: Config, questions: Questions, world: World) -> None:
+    """A checkpoint made from nothing, written by rank 0: a tokenizer trained on the
+    conversations of scripted trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
     asked = (questions.playable[:TOKENIZER_TREES]
              or [tasks.make(questions.kind, rng) for rng in draws])
-    trees = scripted_trees(asked, None, rlm.tiny_rlm(questions.kind), "tokenizer")
+    trees = scripted_trees(asked, None, rlm.tiny_rlm(questions.kind), "tokenizer", world)
+    if world.rank:
+        return
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)

@@ -3,7 +3,7 @@ goes through the same code.
 
 FSDP2 shards the trained weights, their gradients and the optimizer, layer by layer. On a
 GPU they are float32, layers compute in bfloat16, and gradients are summed in float32.
-Nothing else is sharded: each rank samples its own questions from a full copy of the
+Nothing else is sharded: each rank samples its own trees from a full copy of the
 weights, without any communication. What the ranks exchange (trees, sums of statistics)
 are Python objects. They go through `gather`, over gloo.
 

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 import tasks
+from engine.parallel import World
 from rlm import RLMConfig, collect, jobs, rollout, tiny_rlm
 from tasks import NAMES, Task, deep, load, make, notes, oolong, qa, question, reward
 from tasks.in_repl import block, word_of
@@ -205,7 +206,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     import train
 
     config = tiny_rlm(tasks.load("deep"))
-    trees = train.scripted_trees(made("deep", 32), None, config, "tokenizer")
+    trees = train.scripted_trees(made("deep", 32), None, config, "tokenizer", World())
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, train.TINY_VOCABULARY)

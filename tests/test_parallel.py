@@ -1,10 +1,14 @@
 """Several ranks are one: two processes over gloo against one, and what ends them."""
 import os
+import pickle
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +17,12 @@ from test_sampler import HYBRID
 from torch.distributed.tensor import DTensor
 
 import rlm
+import tasks
 import train
 from engine import packing, plan
 from engine.parallel import World, full_tensor
 from model import Qwen3, Qwen3Config
+from tasks.questions import Questions
 from tokenizer import Tokenizer
 from training import checkpoint, steady
 from training.run import Run
@@ -189,3 +195,52 @@ def test_a_run_of_two_ranks_ends_with_all_its_files(short_run, tmp_path):
     _, errors = run.communicate(timeout=300)
     assert run.returncode == 1 and FLAT in errors
     assert {"result.json", "report.html", "final"} <= set(os.listdir(out))
+
+
+def on_ranks(size, function):
+    """What function(world) returns on each of so many ranks. Here these are threads."""
+    both, values = threading.Barrier(size, timeout=20), [None] * size
+
+    def one(rank):
+        def gather(value):
+            values[rank] = value
+            both.wait()
+            gathered = pickle.loads(pickle.dumps(values))
+            both.wait()
+            return gathered
+
+        return function(SimpleNamespace(rank=rank, size=size, gather=gather))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypatch):
+    """Four questions on eight ranks; and the warm-up, as its packs have to be the same."""
+    here, shares = threading.local(), []
+
+    async def collect(jobs, *_, **more):
+        shares.append(len(jobs))
+        return [Rollout(job.task, job.group, Node(turns=[
+            Turn("assistant", "", (job.key[-1],), (0.0,))]), 0.0,
+            "lost" * (here.rank == 1 and job is jobs[0])) for job in jobs]
+
+    def sampled(world):
+        run = SimpleNamespace(world=world, tokenizer=None, rlm_config=None)
+        here.rank = world.rank
+        trees = train.collect_trees(run, None, Mock(), None, asked, (), "", 4)
+        return [(tree.task, tree.group, tree.root.ids) for tree in trees]
+
+    def warmed_up(world):
+        here.rank = world.rank
+        nodes = train.warm_up_nodes(
+            train.Config(warmup_steps=1), Mock(config=Mock(hidden_size=8), window=9),
+            questions, None, rlm.tiny_rlm(questions.kind), [], world)
+        return [node.ids for node in nodes]
+
+    monkeypatch.setattr(rlm, "collect", collect)
+    questions = Questions(tasks.load("notes"), heldout=4)
+    asked = questions.heldout
+    want = [(asked[i // 4], str(i // 4), [i]) for i in range(16)]
+    assert on_ranks(8, sampled) == [want] * 8 and shares == [2] * 8
+    assert on_ranks(2, warmed_up) == [[[i] for i in range(32) if i != 16]] * 2

@@ -166,7 +166,7 @@ def scripted_trees(short_run):
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     task = tasks.make(tasks.load("notes"), random.Random(0))
     config = rlm.tiny_rlm(tasks.load("notes"))
-    trees = train.scripted_trees([task] * 8, tokenizer, config, 0)
+    trees = train.scripted_trees([task] * 8, tokenizer, config, 0, World())
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
     return [replace(tree, group="one") for tree in trees]
@@ -280,7 +280,7 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
 def test_without_children_scripts_call_nobody():
     config = evaluation.rlm_config_of("rlm0", rlm.tiny_rlm(tasks.load("notes")))
     questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
-    trees = train.scripted_trees(questions, None, config, 0)
+    trees = train.scripted_trees(questions, None, config, 0, World())
     written = [turn.text for tree in trees for turn in tree.root.turns
                if turn.role == "assistant"]
     assert not any("_query" in text for text in written)
