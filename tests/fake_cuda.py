@@ -123,11 +123,12 @@ def model_of(rank, hybrid):
     return model
 
 
-def update(recompute=False, rank=0, hybrid=False):
+def update(recompute=False, rank=0, hybrid=False, empty=False):
     model = model_of(rank, hybrid)
     model.recompute = recompute
     ids = [[7] * 40 + [i] * 20 for i in range(3)] + [[9] * 33]  # three share a prefix
-    host.ids, host.sampled = sum(ids, []), 40
+    ids = [] if empty else ids
+    host.ids, host.sampled = sum(ids, []) or [0], 10 * len(ids)
     pack = collate([Row(row, [0] * (len(row) - 10) + [1] * 10, [-1.0] * len(row),
                         [1.0] * 10, 1.0) for row in ids], GPU)
     logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
@@ -159,6 +160,7 @@ def sample(rank=0, copy=False, flash=True, hybrid=False):
 has_varlen = engine.attention.varlen_attn is not None  # torch 2.12 and later
 for case, how in [
         (update, {}), (update, {"varlen": False}), (update, {"rank": 4, "recompute": True}),
+        (update, {"empty": True}), (update, {"empty": True, "rank": 4, "varlen": False}),
         (sample, {}), (sample, {"flash": False}), (sample, {"rank": 4, "varlen": False}),
         (sample, {"rank": 4, "copy": True}), (update, {"hybrid": True, "rank": 4}),
         (update, {"hybrid": True, "recompute": True}), (sample, {"hybrid": True}),
