@@ -12,6 +12,8 @@ Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query a
 key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
+import os
+import sys
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
@@ -59,7 +61,9 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
         except Exception as error:  # no kernel was compiled on this card before
             problem = f"{type(error).__name__}: {str(error)[:200]}"
         pool = attention = None  # not inside `except`: the error keeps them alive
-        print(f"sampler: pages are not read in place, which is slower: {problem}")
+        rank = os.environ.get("RANK", "0")  # all ranks wait for a slow one
+        print(f"sampler of rank {rank}: pages are not read in place, which is slower: "
+              f"{problem}", file=sys.stderr)
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
     pool = new_pool(model, memory, page or GatheredRows.page)
