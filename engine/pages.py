@@ -262,7 +262,8 @@ class GatheredRows:
                 seen = self.pool[:, :, table].flatten(2, 3)[:, :, :end]  # L 2 T K E
                 self.rows[:, :, row, :, :end] = seen.transpose(2, 3)
             self.held[row] = (request, end + 1)
-        return decoding, [pair for pair in step if pair not in decoding]
+        placed = {request for request, _ in decoding}
+        return decoding, [pair for pair in step if pair[0] not in placed]
 
     def _place(self, pairs: list) -> list:
         """The pairs in the order of rows. A request in one of the first rows keeps it."""
@@ -316,7 +317,7 @@ class FlashPages:
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, and their logits, (B, V) float32."""
         decoding = [pair for pair in step if pair[0].computed + 1 == len(pair[0].ids)]
-        prompts = [pair for pair in step if pair not in decoding]
+        prompts = [pair for pair in step if pair[0].computed + 1 < len(pair[0].ids)]
         logits = [self._replay(decoding)] if decoding else []
         if prompts:
             logits.append(self._forward_prompts(prompts))

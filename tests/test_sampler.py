@@ -566,6 +566,23 @@ def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
         assert type(make(model, window=384, page=256).attention) is right
 
 
+def test_a_step_compares_requests_no_more_often_than_there_are(attention, monkeypatch):
+    compared, n = [], 64
+
+    def equal(a, b):
+        compared.append(a)
+        return a is b
+
+    async def main():
+        sampler = make(batch=n)
+        monkeypatch.setattr(Request, "__eq__", equal)
+        await gather(*(sampler.generate([i % VOCAB, 1], 20, key=(i,)) for i in range(n)))
+        return sampler.stats["steps"]
+
+    steps = asyncio.run(main())
+    assert len(compared) <= n * steps
+
+
 def test_prompts_of_one_step_do_not_disturb_each_other(attention):
     async def main():
         sampler = make()
