@@ -29,6 +29,7 @@ prefill (2308.16369). Shapes: B requests, V vocabulary; more in engine/pages.py.
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
 from array import array
 from bisect import insort
@@ -47,6 +48,7 @@ from tree import Completion, Lost
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
 SMALL_MODEL = 10_000_000  # parameters
+BLOCK = 128  # tokens of the vocabulary; fewer where it is no multiple of that
 
 
 class SamplerError(Lost):
@@ -325,21 +327,42 @@ def suited_to(parameters: int) -> Iterator[None]:
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
     """Tokens, and their log-probabilities at temperature 1: (2, B) float64."""
-    u_B, temperature_B = torch.tensor(
+    numbers = torch.tensor(
         [(r.uniforms[len(r.logprobs)], r.temperature) for r in requests],
-        dtype=torch.float64).to(logits_BV.device).unbind(1)
+        dtype=torch.float64)
+    if logits_BV.is_cuda:  # pinned, so that the host does not wait for the logits here
+        numbers = numbers.pin_memory()
+    u_B, temperature_B = numbers.to(logits_BV.device, non_blocking=True).unbind(1)
     logprobs_BV = logits_BV.log_softmax(-1)
-    divisor_B = temperature_B.clamp(min=1e-6).float()
-    probs_BV = (logprobs_BV / divisor_B[:, None]).softmax(-1)
-    # Draw the token at which the cumulative sum passes the request's own random number.
-    total_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-    u_B1 = (u_B * total_BV[:, -1])[:, None]  # the last total is 1 but for rounding
-    drawn_B = torch.searchsorted(total_BV, u_B1, right=True)[:, 0]  # B V -> B
-    drawn_B.clamp_(max=logits_BV.shape[-1] - 1)
-    new_B = torch.where(temperature_B > 0, drawn_B, logits_BV.argmax(-1))
+    if all(r.temperature == 1 for r in requests):
+        new_B = draw(logprobs_BV.exp(), u_B)
+    else:
+        divisor_B = temperature_B.clamp(min=1e-6).float()
+        drawn_B = draw((logprobs_BV / divisor_B[:, None]).softmax(-1), u_B)
+        new_B = torch.where(temperature_B > 0, drawn_B, logits_BV.argmax(-1))
     logprobs_B = logprobs_BV.gather(1, new_B[:, None])[:, 0]  # B V -> B
     # The one copy to the host in a step.
     return torch.stack((new_B.double(), logprobs_B.double())).cpu().numpy()
+
+
+def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative sum passes the share u_B of the whole: (B,).
+
+    First its block of n tokens, by the sums of the N blocks, then the token in the block.
+    The cumulative sum of a large vocabulary takes long on a GPU."""
+    B, V = probs_BV.shape
+    n = math.gcd(V, BLOCK)
+    blocks_BNn = probs_BV.view(B, -1, n)
+    total_BN = blocks_BNn.sum(-1, dtype=torch.float64).cumsum(-1)
+    goal_B1 = u_B[:, None] * total_BN[:, -1:]  # the last total is 1 but for rounding
+    block_B1 = torch.searchsorted(total_BN, goal_B1, right=True).clamp_(max=V // n - 1)
+    beyond_B1 = total_BN.gather(1, block_B1) - goal_B1  # of the block's sum
+
+    block_Bn = blocks_BNn[torch.arange(B, device=u_B.device), block_B1[:, 0]]
+    total_Bn = block_Bn.cumsum(-1, dtype=torch.float64)
+    goal_B1 = (total_Bn[:, -1:] - beyond_B1).clamp_(min=0)  # rounding may go below
+    token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=n - 1)
+    return (block_B1 * n + token_B1)[:, 0]
 
 
 class Pages:

@@ -405,6 +405,25 @@ def test_tokens_come_as_often_as_the_tempered_softmax_says(temperature):
     assert close(logprobs, logits[0].log_softmax(-1)[new].tolist())
 
 
+@pytest.mark.parametrize("block", [16, 128])
+def test_a_million_tokens_are_those_of_one_cumulative_sum(block, monkeypatch):
+    """But where a random number is at an edge, within what float64 rounds."""
+    monkeypatch.setattr(sampler_module, "BLOCK", block)
+    torch.manual_seed(0)
+    probs = (3 * torch.randn(500, 256)).softmax(-1)  # some of 1e-8
+    probs[:, ::3] = probs[::5, 240:] = 0
+    u = torch.rand(2000, 500, dtype=torch.float64)
+    u[0], u[1] = 0, 1 - 2 ** -53
+    total = probs.cumsum(-1, dtype=torch.float64)
+    goal = u.T * total[:, -1:]
+    want = torch.searchsorted(total, goal, right=True).T
+    got = torch.stack([sampler_module.draw(probs, row) for row in u])
+    assert probs.gather(1, got.T).min() > 0
+    edges = total.gather(1, torch.minimum(got, want).T)
+    assert ((got == want).T | ((edges - goal).abs() < 1e-15)).all()
+    assert (got != want).float().mean() < 1e-5
+
+
 def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestricted_one():
     def message(**more):
         return asyncio.run(make().generate([1, 2, 3], 30, key=(7,), **more))
