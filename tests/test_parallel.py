@@ -228,7 +228,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     def sampled(world):
         run = SimpleNamespace(world=world, tokenizer=None, rlm_config=None)
         here.rank = world.rank
-        trees = train.collect_trees(run, None, Mock(), None, asked, (), "", 4)
+        trees = train.sample_trees(run, None, Mock(), None, asked, (), "", 4)
         return [(tree.task, tree.group, tree.root.ids) for tree in trees]
 
     def warmed_up(world):
