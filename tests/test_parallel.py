@@ -233,9 +233,10 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
 
     def warmed_up(world):
         here.rank = world.rank
-        nodes = train.warm_up_nodes(
-            train.Config(warmup_steps=1), Mock(config=Mock(hidden_size=8), window=9),
-            questions, None, rlm.tiny_rlm(questions.kind), [], world)
+        plan = Mock(config=Mock(hidden_size=8), window=9)
+        nodes = train.warm_up_nodes(Mock(
+            config=train.Config(warmup_steps=1), plan=plan, run=Mock(world=world), saved=[],
+            questions=questions, rlm_config=rlm.tiny_rlm(questions.kind)))
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(rlm, "collect", collect)
