@@ -16,6 +16,7 @@ back during a query made runaway recursions hang.
 """
 from __future__ import annotations
 
+import _thread
 import ast
 import builtins as python_builtins
 import contextlib
@@ -27,14 +28,13 @@ import re
 import resource
 import socket
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sandbox.isolation import DESCRIPTORS, SET_NAME, Limits, call
+from sandbox.isolation import DESCRIPTORS, Limits
 from sandbox.protocol import (HEADER, Result, frame, json_value, read_query, read_result,
                               take_frame)
 from sandbox.server import Handle, REPLError
@@ -213,7 +213,7 @@ class Worker:
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
-        self.lock = threading.RLock()  # the code may have threads: one query at a time
+        self.lock = _thread.RLock()  # the code may have threads: one query at a time
         self.open = False  # a block runs, and its result is not sent yet
         self.ending = False  # its result is due: no further query is sent
         self.blocks = 0
@@ -222,41 +222,60 @@ class Worker:
         self.namespace = vars(sys.modules["__main__"])
         self.builtins = Builtins(self)
         self.capture = Capture(limits.output_chars)
-        self.python = dict(vars(python_builtins))
         self.answer = {"content": "", "ready": False}
 
     def loop(self) -> None:
         """Run what the client sends."""
         while True:
-            kind, data = self.receive()
-            sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
-            self.capture.empty()
-            self.open, self.ending = True, False
-            handle = self.start if kind == b"S" else self.block
-            error = handle(**json.loads(data[HEADER.size:]))
-            self.restore()
-            self.done(error, draft=self.draft())
+            self.turn()
 
-    def start(self, context: Any, tools: str, question: str) -> str:
-        """Fill the namespace. Returns the error of `tools`, or ""."""
-        call("prctl", SET_NAME, b"repl", 0, 0, 0)
+    @classmethod
+    def rehearse(cls) -> None:
+        """In the server, before it forks: what runs the first time fills caches, and each
+        page that a worker writes to costs it a copy."""
+        for _ in range(12):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                start = {"context": "", "tools": "", "question": ""}
+                ours.sendall(frame(b"S", start, 1) + frame(b"X", {"code": "FINAL(1)"}, 1))
+                worker = cls(theirs, Limits())
+                worker.turn()
+                worker.turn()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+    def turn(self) -> None:
+        kind, data = self.receive()
+        sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
+        self.capture.empty()
+        self.open, self.ending = True, False
+        handle = self.start if kind == b"S" else self.block
+        handle(**json.loads(data[HEADER.size:]))
+
+    def start(self, context: Any, tools: str, question: str) -> None:
+        """Fill the namespace."""
         self.reserved = {name: getattr(self.builtins, name) for name in BUILTINS}
         self.reserved |= {"context": context, "__builtins__": python_builtins}
         self.namespace.update(self.reserved)
-        error = self.attempt(self.execute, tools, "<repl tools>")
+        error = ""
+        if tools:
+            error = self.attempt(self.execute, tools, "<repl tools>")
+            self.restore()
         self.reserved = {**self.namespace, **self.reserved}
         self.namespace["answer"] = self.answer
         if question:
             self.namespace["question"] = question
-        return error
+        self.done(error)
 
-    def block(self, code: str) -> str:
-        """Run one block. Returns its error, or ""."""
+    def block(self, code: str) -> None:
+        """Run one block."""
         self.blocks += 1
         name = f"<repl {self.blocks}>"  # a new name per block: tracebacks find its source
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         error = self.attempt(self.execute, code, name)
-        return self.attempt(self.look_at_answer) or error
+        error = self.attempt(self.look_at_answer) or error
+        if self.open:  # else FINAL has sent the result, and this process ends
+            self.restore()
+            self.done(error, draft=self.draft())
 
     def execute(self, source: str, name: str) -> None:
         # Annotations are not evaluated: the `from __future__` of this file holds here too.
@@ -296,7 +315,7 @@ class Worker:
 
     def restore(self) -> None:
         """Put back the builtins, also Python's own. `answer` belongs to the code."""
-        vars(python_builtins).update(self.python)
+        vars(python_builtins).update(PYTHON)
         self.namespace.update(self.reserved)
         sys.setrecursionlimit(1000)
 
@@ -409,6 +428,7 @@ class Builtins:
         return self.worker.query("rlm", prompts, contexts)
 
 
+PYTHON = dict(vars(python_builtins))  # as it was before any code ran
 BUILTINS = [name for name in vars(Builtins) if not name.startswith("_")]
 
 

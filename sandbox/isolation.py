@@ -23,12 +23,14 @@ REPLS = DESCRIPTORS // 2
 # CLONE_NEW*, MS_* and PR_* of the kernel's headers
 NEW_FS, NEW_UTS, NEW_IPC = 0x20000, 0x4000000, 0x8000000
 NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
+PARENT, CLONE = 0x8000, 56 if os.uname().machine == "x86_64" else 220
 NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
 PDEATHSIG, DUMPABLE, SET_NAME, NO_NEW_PRIVS = 1, 4, 15, 38
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
 USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
 LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.capset, ctypes.pythonapi.PyOS_AfterFork_Child  # looked up once, not in each worker
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,18 @@ def call(name: str, *args: Any) -> None:
     if getattr(LIBC, name)(*args) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+def sibling() -> int:
+    """As os.fork, but the parent of the child is that of this process. -1: it failed."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = python.syscall(CLONE, PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return pid
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
@@ -92,6 +106,7 @@ class Sandbox:
         self.processes = os.open("/proc/self/ns/pid", os.O_RDONLY)
         call("unshare", NEW_FS | NEW_NET | NEW_UTS)
         socket.sethostname("repl")
+        os.environ["HOME"] = os.environ["TMPDIR"] = "/repl"
         mount("", "/", "", REC | PRIVATE)
         mount("tmpfs", base, "tmpfs", 0, "mode=755,size=4m")
         os.umask(0o022)
@@ -118,14 +133,14 @@ class Sandbox:
         call("umount2", b".", 2)  # MNT_DETACH: the old root, now on top of the new one
         os.chdir("/")
 
-    def fork(self) -> int:
-        """In the server: fork a worker. Its process namespace dies with it."""
+    def fork(self, fork=os.fork) -> int:
+        """In the nursery: `fork` a worker. Its process namespace dies with it."""
         if not self.namespaces:
-            return os.fork()
+            return fork()
         call("unshare", NEW_PID)
         pid = -1
         try:
-            pid = os.fork()
+            pid = fork()
         finally:
             if pid:
                 call("setns", self.processes, NEW_PID)
@@ -141,13 +156,14 @@ class Sandbox:
             directory = "/repl"
         else:
             os.mkdir(directory, 0o700)
+            os.environ["HOME"] = os.environ["TMPDIR"] = directory
         # No capabilities (version 3 of the structure), and none from programs either.
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc/self is closed to it
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        call("prctl", SET_NAME, b"repl", 0, 0, 0)  # what ps and top show
         os.chdir(directory)
-        os.environ["HOME"] = os.environ["TMPDIR"] = directory
         self.set_limits(limits)
         os.dup2(1, 2)  # 0 and 1 are /dev/null already, 2 is the client's
 

@@ -15,22 +15,22 @@ import resource
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from sandbox.isolation import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose
+from sandbox.isolation import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose, sibling
 from sandbox.protocol import frame, take_frame
 
 # What model code often imports. Each library slows down every fork, so asyncio and hashlib
 # (which loads OpenSSL) are not here.
 PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
-    "random re statistics string textwrap unicodedata"
+    "re string textwrap unicodedata"
 ).split()
 WALL = 10  # ten seconds of wall clock count as much as one of a processor
+CORES = os.cpu_count() or 1
 START_SECONDS = 60.0  # in which a REPL has to start
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -45,7 +45,9 @@ class Handle:
     current: Handle | None = None
 
     def __init__(self, sandbox: str, program: str):
-        import tempfile  # here, as the server and its forks do without it
+        # Not above, as the server does without: what `threading` does after a fork is dear.
+        import subprocess
+        import tempfile
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, hard % 2**64), hard))
@@ -82,6 +84,8 @@ class Handle:
     def stop(cls) -> None:
         handle, cls.current = cls.current, None
         if handle is not None and handle.owner == os.getpid():  # not in a forked child
+            import subprocess
+
             handle.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 handle.process.wait(timeout=5)
@@ -100,7 +104,7 @@ class Channel:
         sock.setblocking(False)
         self.selector, self.sock, self.handler, self.slot = selector, sock, handler, slot
         self.outbox = bytearray()
-        self.open = True
+        self.open, self.waits = True, 0
         selector.register(sock, selectors.EVENT_READ, self.ready)
 
     def ready(self, events: int) -> None:
@@ -126,8 +130,9 @@ class Channel:
         except OSError:  # the other side is gone: the next read will tell
             self.outbox.clear()
         writing = selectors.EVENT_WRITE if self.outbox else 0
-        if self.open:
+        if self.open and writing != self.waits:
             self.selector.modify(self.sock, selectors.EVENT_READ | writing, self.ready)
+            self.waits = writing
 
     def close(self) -> None:
         if self.open:
@@ -150,11 +155,14 @@ class Slot:
     wall: float = 0.0  # seconds by the wall clock, until the clock last stood
     since: float = 0.0  # when it began to run again
     before: float = 0.0  # processor time before the block
+    read: float = 0.0  # and when it was last read
     deadline: float = 0.0  # when to look at the clock again
 
     def run_clock(self) -> None:
         self.state, self.since = "running", time.monotonic()
-        self.look()
+        self.deadline = self.since + self.limit / CORES
+        if self.wall:
+            self.look()
 
     def stop_clock(self, state: str) -> None:
         if self.state == "running":
@@ -165,13 +173,14 @@ class Slot:
         """Seconds of the block: of processors, or a tenth of the wall clock where that is
         more. So it hardly matters what else runs on the machine."""
         running = time.monotonic() - self.since if self.state == "running" else 0.0
-        return max(processor_seconds(self.pid) - self.before, (self.wall + running) / WALL)
+        self.read = processor_seconds(self.pid)
+        return max(self.read - self.before, (self.wall + running) / WALL)
 
     def look(self) -> bool:
         """Whether the block's seconds are used up. Else it is looked at again before all
         cores together can use up the rest."""
         left = self.limit - self.used()
-        self.deadline = time.monotonic() + max(0.01, left / (os.cpu_count() or 1))
+        self.deadline = time.monotonic() + max(0.01, left / CORES)
         return left <= 0
 
 
@@ -191,12 +200,12 @@ def processor_seconds(pid: int) -> float:
 
 
 class Server:
-    """Forks workers, which run `worker(sock, limits).loop()`. Never waits for one REPL."""
+    """Relays frames and keeps the clocks. Never waits for one REPL."""
 
-    def __init__(self, control: socket.socket, sandbox: Sandbox, base: str, worker: type):
-        self.control, self.sandbox, self.base, self.worker = control, sandbox, base, worker
-        self.forks = 0
-        self.parent = os.open(os.path.dirname(base), os.O_PATH)  # seen from any root
+    def __init__(self, control: socket.socket, nursery: socket.socket, base: str,
+                 parent: int):
+        self.control, self.nursery, self.base = control, nursery, base
+        self.parent = parent  # seen from any root
         self.workers: dict[int, Slot] = {}  # by process id, until that process is reaped
 
         self.selector = selectors.DefaultSelector()
@@ -233,7 +242,7 @@ class Server:
         client = socket.socket(fileno=descriptors[0])
         slot.client = Channel(self.selector, client, self.from_client, slot)
         try:
-            self.fork(slot)
+            self.fork(slot, request)
         except OSError as error:
             self.end(slot, "crash", f"no process could be started: {error}")
 
@@ -249,31 +258,17 @@ class Server:
             os.execvp("rm", ["rm", "-rf", self.base])
         os._exit(0)
 
-    def fork(self, slot: Slot) -> None:
+    def fork(self, slot: Slot, request: bytes) -> None:
         """Give it a worker, which waits for its first frame. Raises OSError."""
-        self.forks += 1
         ours, theirs = socket.socketpair()
         with theirs:
-            slot.pid = self.sandbox.fork()
-            if slot.pid == 0:
-                self.work(slot, theirs)
+            socket.send_fds(self.nursery, [request], [theirs.fileno()])
+        pid = int(self.nursery.recv(32))
+        if pid < 0:
+            raise OSError("the kernel refused")
+        slot.pid = pid
         self.workers[slot.pid] = slot
         slot.worker = Channel(self.selector, ours, self.from_worker, slot)
-
-    def work(self, slot: Slot, sock: socket.socket) -> None:
-        """The life of a worker. It never returns into the server's loop."""
-        try:
-            for other in self.workers.values():  # their frames are not for this worker
-                other.inbox = other.client.outbox = other.worker.outbox = b""
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            number, directory = self.forks % REPLS, f"{self.base}/{self.forks}"
-            self.sandbox.confine(number, slot.limits, directory, sock.fileno())
-            self.worker(sock, slot.limits).loop()
-        except OSError as error:  # the code itself cannot write to this stderr
-            print(f"repl.py: a REPL cannot be isolated: {error}", file=sys.stderr)
-        finally:
-            os._exit(1)
 
     def from_client(self, slot: Slot) -> None:
         """Read once and pass the bytes on: a large context is never held in full. The
@@ -311,8 +306,7 @@ class Server:
     def tell_time(self, slot: Slot) -> None:
         """Tell the client how long the block ran, and reset its clock."""
         slot.client.write(frame(b"T", slot.used(), slot.limits.frame_mb))
-        slot.limit, slot.wall = slot.limits.seconds, 0.0
-        slot.before = processor_seconds(slot.pid)
+        slot.limit, slot.wall, slot.before = slot.limits.seconds, 0.0, slot.read
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
@@ -349,6 +343,33 @@ class Server:
                 slot.pid = 0
 
 
+def nurse(requests: socket.socket, sandbox: Sandbox, base: str, worker: type) -> None:
+    """Fork workers, which run `worker(sock, limits).loop()`, as children of the server.
+    Each page that is written after a fork is copied, and this process writes few."""
+    forks, last = 0, b""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, 4096, 1)
+        if not request:
+            os._exit(0)
+        if request != last:  # most are the same: not again in each worker
+            limits, last = Limits(**json.loads(request)), request
+        forks += 1
+        pid = -1
+        with contextlib.suppress(OSError):
+            pid = sandbox.fork(sibling)
+        if pid == 0:
+            break
+        os.close(descriptors[0])
+        requests.send(b"%d" % pid)
+    try:
+        sandbox.confine(forks % REPLS, limits, f"{base}/{forks}", descriptors[0])
+        worker(socket.socket(fileno=descriptors[0]), limits).loop()
+    except OSError as error:  # the code itself cannot write to this stderr
+        print(f"repl.py: a REPL cannot be isolated: {error}", file=sys.stderr)
+    finally:
+        os._exit(1)
+
+
 def main(worker: type) -> None:
     """The server's process. `Handle` starts it in the repository's directory."""
     control, sandbox, base = json.loads(sys.argv[1])
@@ -370,9 +391,15 @@ def main(worker: type) -> None:
         if sandbox != "auto":
             sys.exit(1)
     chosen.enter()
-    server = Server(socket.socket(fileno=control), chosen, base, worker)
+    requests, nursery = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.open(os.path.dirname(base), os.O_PATH)
     if chosen.namespaces:
         chosen.build(base)
+    worker.rehearse()
     gc.collect()
     gc.freeze()  # later collections do not touch the pages that the workers share
-    server.loop()
+    if os.fork() == 0:
+        nursery.close()
+        nurse(requests, chosen, base, worker)
+    requests.close()
+    Server(socket.socket(fileno=control), nursery, base, parent).loop()
