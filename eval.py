@@ -203,10 +203,11 @@ def measure(args: argparse.Namespace) -> None:
                 print(json.dumps(row, default=vars), file=file)
 
     print(report.HEAD)
-    cells, rows = {}, []
+    cells, rows, asked = {}, [], []
     for cell in itertools.product(kinds, args.lengths, args.methods):
         questions = questions_of(args, kinds[cell[0]], cell[1])
         names = [(*cell, i) for i in range(len(questions))]
+        asked += names
         todo = [(name, task) for name, task in zip(names, questions)
                 if name not in answers or answers[name][1].failed
                 or answers[name][1].task.id != task.id]
@@ -220,13 +221,15 @@ def measure(args: argparse.Namespace) -> None:
     pairs = differences(cells)
     for pair in pairs:
         print(report.difference_line(pair))
-    trees = {" ".join(str(part) for part in name if part is not None): rollout
-             for name, (_, rollout) in answers.items()}
+    # In the order of the questions: answers came in the order in which trees ended.
+    trees = {" ".join(str(part) for part in name if part is not None): answers[name][1]
+             for name in asked}
     if args.save:
         write_rollouts(args.save, trees.values())
     if args.html:
-        write_text(args.html, report.page("Evaluation", settings, rows, [*trees.items()],
-                                          tokenizer, differences=pairs))
+        packed = report.pack(trees.items(), tokenizer)
+        write_text(args.html, report.page("Evaluation", settings, rows, {"": packed},
+                                          differences=pairs))
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")
 

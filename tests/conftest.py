@@ -44,8 +44,8 @@ def command(module, monkeypatch, *args):
 
 
 def data_of(page):
-    """What a report page holds of its trees, unpacked as its script does."""
-    packed = re.search(r"id=data>([A-Za-z0-9+/=]*)</script>", page)[1]
+    """The trees of the last step on a report page, unpacked as its script does."""
+    packed = re.search(r"id=data>([A-Za-z0-9+/=\n]*)</script>", page)[1].split("\n")[-1]
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 

@@ -94,7 +94,9 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     lengths = [int(line[2].replace(",", "")) for line in table]
     assert [round(length, -3) for length in lengths] == [2000, 4000] * len(kinds)
     assert {line[1] for line in table} == {"rlm1"}
-    for row, tree in zip(found, read_rollouts(tmp_path / "trees.jsonl", Task)):
+    # --save lists the trees in the order of the questions, --out as they end.
+    found.sort(key=lambda row: (kinds.index(row["name"][0]), *row["name"][1:]))
+    for row, tree in zip(found, read_rollouts(tmp_path / "trees.jsonl", Task), strict=True):
         nodes = list(tree.root.walk())
         said = [t for n in nodes for t in n.turns if t.role == "assistant"]
         assert (row["id"], row["nodes"]) == (tree.task.id, len(nodes))

@@ -1,6 +1,13 @@
-"""The page: whatever a model wrote stays text, and the trees are whole."""
+"""The page: whatever a model wrote stays text, the trees are whole, and in a browser the
+page draws them without an error. Not tested without a browser (Debian: chromium)."""
 import json
+import re
+import shutil
+import subprocess
+from html import unescape
 from types import SimpleNamespace
+
+import pytest
 
 from conftest import data_of
 from tasks import Task
@@ -11,9 +18,11 @@ EVIL = ("</script><script>document.title='PWNED'</script>",
         "<img src=x onerror=\"document.title='PWNED'\">", "<!--<script>",
         "]]>'\"&amp;&lt;b&gt;", "\u2028\u2029\x00\x1b[31m\ud800", "{{data}} {{body}}")
 HOSTILE = "\n".join(EVIL)
+LETTERS = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def tree(text, children=0):
+def tree(text, children=0, reward=0.5, group="t", failed=""):
     root = Node(answer={"a": [text]}, end="final")
     for role in ("system", "user", "assistant"):
         root.add(Turn(role, text))
@@ -21,15 +30,14 @@ def tree(text, children=0):
         child = Node(path=(i,), kind=text, answer=text, end=text, errors=[0])
         child.add(Turn("user", f"child {i} {text}"))
         root.children.append(child)
-    return Rollout(Task("t", "evidence", text, None, [text]), "t", root, 0.5, "")
+    return Rollout(Task("t", "evidence", text, None, [text]), group, root, reward, failed)
 
 
 def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = tree(HOSTILE, children=3), tree("plain")
-    page = report.page(
-        HOSTILE, {HOSTILE: HOSTILE}, [],
-        trees=[(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)],
-        advantages={node: 1.25 for node in first.root.walk()})
+    trees = [(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)]
+    packed = report.pack(trees, advantages={node: 1.25 for node in first.root.walk()})
+    page = report.page(HOSTILE, {HOSTILE: HOSTILE}, [], {HOSTILE: packed})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
     assert "default-src 'none'" in page and "innerHTML" not in page
@@ -43,18 +51,117 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
 
 
 def test_sampled_tokens_carry_their_log_probability():
-    letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     root = Node(end="final")
     root.add(Turn("user", "ab", (97, 98)))
     root.add(Turn("assistant", "cd", (99, 100), (-0.5, float("-inf"))))
     root.add(Turn("user", "e", (101,)))
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
     rollout = Rollout(Task("t", "evidence", "q", None), "t", root, float("nan"))
-    page = report.page("", {}, [], [("x #0", rollout)], letters,
-                       advantages={root: float("nan")})
-    data = data_of(page)
+    packed = report.pack([("x #0", rollout)], LETTERS, {root: float("nan")})
+    data = data_of(report.page("", {}, [], {"": packed}))
     assert "NaN" not in json.dumps(data)  # which JSON.parse would refuse
     turns = data["trees"][0]["nodes"][0]["turns"]
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
     assert turns[1]["tokens"] == [["c", -0.5], ["d", None]]
     assert turns[3]["tokens"] == [["f", -0.25]]
+
+
+def test_children_are_at_the_turn_that_asked_them():
+    root = Node(example=["q", "rlm_query('One?')"])
+    for role, text in (("system", "s"), ("user", "q"), ("assistant", "rlm_query('One?')"),
+                       ("user", "1"), ("assistant", "print(2)"), ("user", "2"),
+                       ("assistant", "rlm_query(f'{x}?') + llm_query('Last?')")):
+        root.add(Turn(role, text, logprobs=() if role == "assistant" else None))
+    for i, prompt in enumerate(("One?", "Two?", "Last?")):
+        child = Node((i,))
+        child.add(Turn("user", f"{prompt}\ncontext: str"))
+        root.children.append(child)
+    places = report.asked_in(root, root.said)
+    assert places == [4, 4, 8]  # not 2, where the example asks; what no text tells stays
+
+
+# --- in a browser -------------------------------------------------------------------------
+
+# What is added to the page's script: it notes all that goes wrong, then presses and types.
+NOTE = """'use strict';
+const problems = [], seen = {problems};
+for (const kind of ['error', 'unhandledrejection', 'securitypolicyviolation'])
+  addEventListener(kind, e => problems.push(`${kind} ${e.message ?? e.reason}`));
+"""
+DRIVE = """
+const names = () => [...document.querySelectorAll('button')].map(
+  button => button.querySelector('div').textContent);
+const drawn = () => new Promise(done => setTimeout(done, 100));  // details open later
+start().then(async () => {
+  await drawn();
+  seen.first = names();
+  seen.opened = document.querySelector('.opened').textContent;
+  for (const kind of ['wrong', 'lost', 'never', 'all']) {
+    $('filter').value = kind;
+    $('filter').onchange();
+    seen[kind] = names();
+  }
+  $('search').value = 'CHILD 1';
+  $('search').oninput();
+  seen.search = names();
+  document.querySelector('button').click();
+  await drawn();
+  seen.children = document.querySelectorAll('details details').length;
+  $('search').value = '';
+  const chart = document.querySelector('figure svg');
+  const {left, width} = chart.getBoundingClientRect();
+  const at = {bubbles: true, clientX: left + width * 0.75};  // at step 2 of 3
+  chart.dispatchEvent(new MouseEvent('click', at));
+  await drawn();
+  document.querySelector('button').click();
+  await drawn();
+  seen.shaded = document.querySelectorAll('pre .rare').length;
+  seen.step = $('step').value;
+  seen.earlier = names();
+  seen.figure = $('curves').querySelector('figure').textContent;
+  seen.dashes = document.querySelectorAll('.shortened').length;
+  seen.images = document.images.length;
+  seen.title = document.title;
+}).catch(error => problems.push(error.stack)).then(() =>
+  document.documentElement.replaceChildren(el('pre', JSON.stringify(seen), 'seen')));
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no browser")
+def test_a_browser_draws_it_filters_and_runs_nothing_that_a_model_wrote(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "TEMPLATE", report.TEMPLATE.replace(
+        "'use strict';", NOTE).replace("start();\n</script>", DRIVE))
+    trees = [("right", tree("r", reward=1.0)), ("half", tree("h", children=2)),
+             ("evil", tree(HOSTILE, children=1, reward=0.0, group="u")),
+             ("gone", tree("g", reward=0.0, group="u", failed=f"OSError({HOSTILE})"))]
+    tokens = Node(end="final")
+    tokens.add(Turn("assistant", "abc", (97, 98, 99), (0.0, -2.0, float("-inf"))))
+    early = Rollout(Task("t", "notes", "q", None), "t", tokens, 1.0)
+    metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
+                "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]
+    metrics.append({"phase": "eval", "name": "validation", "step": 2, "score": 0.75})
+    page = report.page(HOSTILE, {}, [], {
+        2: report.pack([("early", early)], LETTERS, {tokens: -1.0}),
+        3: report.pack(trees, LETTERS, {node: 0.5 for node in trees[1][1].root.walk()})},
+        metrics)
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    shown = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--virtual-time-budget=5000", f"--user-data-dir={tmp_path}/profile",
+         f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
+    seen = re.search('<pre class="seen">(.*)</pre>', shown.stdout, re.DOTALL)
+    assert seen, shown.stderr
+    seen = json.loads(unescape(seen[1]))
+
+    assert seen["problems"] == [] and seen["images"] == 0 and seen["title"] != "PWNED"
+    # The question with the lowest mean is first, and in it what was lost.
+    assert seen["first"] == seen["all"] == ["gone", "evil", "half", "right"]
+    assert EVIL[0] in seen["opened"] and EVIL[1] in seen["opened"]
+    assert seen["wrong"] == ["evil", "half"] and seen["lost"] == ["gone"]
+    assert seen["never"] == ["gone", "evil"] and seen["search"] == ["half"]
+    assert seen["children"] == 2
+    # A click at the second step of a curve shows its trees, its value and its mark.
+    assert seen["step"] == "step 2" and seen["earlier"] == ["early"]
+    assert "0.5, validation 0.75 at step 2" in " ".join(seen["figure"].split())
+    assert seen["dashes"] == 2 and seen["shaded"] == 2

@@ -18,19 +18,22 @@ import torch
 from conftest import FLAT, SHORT, command, data_of
 
 import eval as evaluation
+import grpo
 import rlm
 import tasks
 import train
+import training.run
 from engine.parallel import World
 from grpo import Row
 from model import Qwen3
+from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, steady
 from training.metrics import Clock
 from training.run import Run
-from tree import Rollout
+from tree import Rollout, read_rollouts
 from util import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,6 +100,11 @@ def copies(model):
     return {name: w.detach().clone() for name, w in model.named_parameters()}
 
 
+def trees_of(out):
+    """The kept trees of a run."""
+    return sorted((out / "trees").iterdir())
+
+
 def moved(before, model):
     return any(not torch.equal(before[n], w) for n, w in model.named_parameters())
 
@@ -113,7 +121,30 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     sizes = {row["name"]: row["length"] for row in lines(short_run) if "length" in row}
     assert 3.5 < sizes["heldout_4x"] / sizes["heldout_final"] < 4.5
     trees = data_of((short_run / "report.html").read_text())["trees"]
-    assert [tree["name"] for tree in trees] == [f"step 2 #{i}" for i in range(4)]
+    assert [tree["name"] for tree in trees] == [f"#{i}" for i in range(4)]
+
+
+def test_a_run_keeps_the_trees_of_its_last_steps(
+        short_run, scripted_trees, tmp_path, monkeypatch):
+    """Without contexts, but with all that --warmup and the report need."""
+    assert [path.name for path in trees_of(short_run)] == [
+        "000001.jsonl", "000001.page", "000002.jsonl", "000002.page"]
+    monkeypatch.setattr(training.run, "KEPT_STEPS", 2)
+    run = Run(train.Config(out=str(tmp_path)), World())
+    run.tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
+    for run.state.step in (8, 9, 10):
+        run.keep_trees(scripted_trees, grpo.credit(scripted_trees, run.config))
+    assert [path.stem for path in trees_of(tmp_path)] == ["000009"] * 2 + ["000010"] * 2
+
+    path = tmp_path / "trees" / "000010.jsonl"
+    for kept, tree in zip(read_rollouts(path, Task), scripted_trees, strict=True):
+        assert kept.task == replace(tree.task, context=None)
+        assert (kept.reward, kept.group) == (tree.reward, tree.group)
+        for got, want in zip(kept.root.walk(), tree.root.walk(), strict=True):
+            assert (got.path, got.answer) == (want.path, want.answer)
+            assert [turn.text for turn in got.turns] == [turn.text for turn in want.turns]
+            assert got.sampled == want.sampled
+    assert 0 < len(saved_trees(path)) < len(scripted_trees)
 
 
 def test_real_text_trains_and_is_evaluated(short_run, tmp_path, monkeypatch):
@@ -383,9 +414,16 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
     assert [row["step"] for row in lines(out) if row["phase"] == "grpo"] == [1, 2, 3]
     half = out / "checkpoints" / "grpo-000004.tmp"
     half.mkdir()  # as if it had been killed while it wrote this one
+    assert {path.stem for path in trees_of(out)} == {"000001", "000002", "000003"}
+    (out / "trees" / "000009.page").write_text("")  # of a step after the checkpoint
     assert command(train, monkeypatch, "--out", out, "--resume") is None
 
     assert len(lines(out)) == len(lines(straight)) and not half.exists()
+    assert [path.name for path in trees_of(out)] == [
+        f"{step:06}.{kind}" for step in range(1, 6) for kind in ("jsonl", "page")]
+    for got, want in zip(trees_of(out)[::2], trees_of(straight)[::2]):
+        kept = [[tree.root.ids for tree in read_rollouts(path)] for path in (got, want)]
+        assert kept[0] == kept[1]
     for got, want in zip(lines(out), lines(straight)):
         for key in ("phase", "step", "reward", "score", "rows", "tokens", "row_tokens"):
             assert got.get(key) == want.get(key), key

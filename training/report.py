@@ -1,8 +1,8 @@
 """One self-contained HTML page of an evaluation or a training run: `page(...) -> str`.
 
-The scores and curves are plain HTML and SVG. The trees are deflated JSON: the script of
-report.html shows one of them at a time, and each node when it is opened. Nothing is
-fetched.
+The scores are plain HTML. Curves and trees are deflated JSON, which the script of
+report.html draws: each question with its group of trees, each node in the colour of its
+advantage, and of one tree all that its nodes read and wrote. Nothing is fetched.
 
 What a model wrote is hostile. It reaches the page in two ways only: as text escaped for
 HTML, and inside the deflated JSON, which the script turns into text nodes. A content
@@ -14,7 +14,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,43 +25,44 @@ from tree import Node, Rollout, Turn
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
 CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
-    "reward": "Mean reward of the sampled trees; dots: questions that were scored alone",
-    "entropy": "Entropy of what is sampled, nats per token",
-    "gap": "Mean |gap| between the log-probabilities of sampler and trainer",
-    "grad_norm": "Norm of the gradient before clipping",
-    "tokens": "Sampled tokens per tree",
+    "reward": "mean of the sampled trees; dots: evaluations",
+    "score": "the task's own, where a reward replaces it",
+    "flat": "share of trees without any advantage",
+    "asks": "share of roots that ask children",
+    "ran": "share of messages whose code ran",
+    "entropy": "of what is sampled, nats per token",
+    "forgot": "what good nodes lost in the step",
+    "tokens": "sampled per tree",
+    "grad_norm": "of the gradient before clipping",
+    "gap": "between log-probabilities of sampler and trainer",
 }
 
 
-def page(title: str, settings: dict, rows: list[dict],
-         trees: Sequence[tuple[str, Rollout]] = (), tokenizer=None,
-         metrics: Sequence[dict] = (), advantages: dict[Node, float] = {},
-         differences: Sequence[dict] = ()) -> str:
-    """The page as a text.
-
-    `rows` and `differences` are made by eval.py, `metrics` are the lines of metrics.jsonl.
-    `trees` are (label, rollout). `advantages` has those of the trained nodes. With a
-    tokenizer, sampled tokens show log-probabilities."""
+def page(title: str, settings: dict, rows: list[dict], steps: dict[Any, str],
+         metrics: Sequence[dict] = (), differences: Sequence[dict] = ()) -> str:
+    """The page as a text. `rows` and `differences` are made by eval.py, `metrics` are the
+    lines of metrics.jsonl. `steps` has the trees of each step as `pack` made them; an
+    evaluation has one "step" with an empty name."""
     given = [f"{name} {value}" for name, value in settings.items() if value is not None]
-    lines = [HEAD, *map(table_line, rows), *map(difference_line, differences)]
-    table = "\n".join(lines)
-    curves = "".join(curve(name, metrics) for name in CURVES)
+    table = "\n".join(
+        [HEAD, *map(table_line, rows), *map(difference_line, differences)])
     body = (f"<h1>{escape(title)}</h1><details><summary>settings</summary>"
-            f"<p>{escape(' · '.join(given))}</p></details><pre>{escape(table)}</pre>"
-            f"<div class=figures>{curves}</div>")
+            f"<p>{escape(' · '.join(given))}</p></details>"
+            f"<pre style=white-space:pre>{escape(table)}</pre>")
 
     script = TEMPLATE.rpartition("<script>")[2].partition("</script>")[0]
     policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    packed = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
-    data = zlib.compress(json.dumps({"trees": packed}).encode())
-    fill = {"title": escape(title), "policy": policy, "body": body,
-            "data": base64.b64encode(data).decode()}
+    first = {"steps": [*steps], **measured(metrics)}
+    data = "\n".join([deflated(first), *steps.values()])
+    fill = {"title": escape(title), "policy": policy, "body": body, "data": data}
     text = re.sub(r"\{\{(\w+)\}\}", lambda name: fill[name[1]], TEMPLATE)
     return text.encode("utf-8", "replace").decode()
 
 
-# ------------------------------------------------------------------------------------------
-# Scores and curves
+def deflated(value: Any) -> str:
+    """JSON, deflated and in base64, so that no part of it can end a script element."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
+
 
 HEAD = (f"{'task':15} {'method':10} {'length':>9} {'n':>4} {'failed':>6} {'score':>6}  "
         f"{'95 % interval':14} {'in tok':>9} {'out tok':>7} {'nodes':>6} {'seconds':>7}  "
@@ -88,45 +89,32 @@ def difference_line(d: dict) -> str:
             f"  [{d['low']:+.3f}, {d['high']:+.3f}]  n {d['n']}")
 
 
-def curve(name: str, metrics: Sequence[dict]) -> str:
-    """A metric over the steps of GRPO as an SVG figure, the reward with what was held out;
-    "" for fewer than two steps."""
-    line = [(m["step"], m[name]) for m in metrics
-            if m.get("phase") == "grpo" and finite(m.get(name)) is not None]
-    dots = [(m["step"], m["score"]) for m in metrics
-            if name == "reward" and m.get("phase") == "eval"
-            and m["name"] in ("heldout_warmup", "validation", "heldout_final")]
-    if len(line) < 2:
-        return ""
-    values = [value for _, value in line]
-    low, high = min(0.0, *values), 1.0 if name == "reward" else max(values)
-    first, last = min(line + dots)[0], max(line + dots)[0]
-
-    def at(step: float, value: float) -> tuple[str, str]:
-        return (f"{50 + 400 * (step - first) / (last - first):.1f}",
-                f"{180 - 160 * (value - low) / ((high - low) or 1):.1f}")
-
-    points = " ".join(",".join(at(*point)) for point in line)
-    parts = [f'<polyline points="{points}"/>']
-    for x, y in (at(*dot) for dot in dots):
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4"/>')
-    for value in (low, (low + high) / 2, high):
-        y = at(first, value)[1]
-        parts.append(f'<line x1="50" x2="450" y1="{y}" y2="{y}"/>'
-                     f'<text x="44" y="{y}" text-anchor="end">{value:.3g}</text>')
-    parts.append(f'<text x="50" y="198">{first}</text>'
-                 f'<text x="450" y="198" text-anchor="end">step {last}</text>')
-    return (f'<figure><figcaption>{CURVES[name]}</figcaption><svg viewBox="0 0 460 204">'
-            f'{"".join(parts)}</svg></figure>')
-
-
-def finite(value: float | None) -> float | None:
-    """The value, or None for what JSON cannot say."""
-    return value if value is not None and math.isfinite(value) else None
+def measured(metrics: Sequence[dict]) -> dict:
+    """The curves over the steps of GRPO that have two points, with the reward the scores on
+    questions that were asked alone; and the steps that were shortened."""
+    steps = [m for m in metrics if m.get("phase") == "grpo"]
+    scores = [(m["step"], m["score"], m["name"]) for m in metrics
+              if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
+    curves = []
+    for name, caption in CURVES.items():
+        line = [(m["step"], m[name]) for m in steps if math.isfinite(m.get(name, math.nan))]
+        if len(line) > 1:
+            curves.append({"name": name, "caption": caption, "line": line,
+                           "dots": scores if name == "reward" else []})
+    shortened = {m["step"]: m["step_left"] for m in steps if m.get("step_left", 1) < 1}
+    return {"curves": curves, "shortened": shortened}
 
 
 # ------------------------------------------------------------------------------------------
 # Trees
+
+def pack(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
+         advantages: dict[Node, float] = {}) -> str:
+    """The (label, rollout) of a step, as the page holds them. `advantages` has those of the
+    trained nodes. With a tokenizer, sampled tokens show how likely they were."""
+    packed = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
+    return deflated({"trees": packed})
+
 
 def pack_tree(label: str, rollout: Rollout, tokenizer,
               advantages: dict[Node, float]) -> dict:
@@ -134,28 +122,51 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
     nodes = list(rollout.root.walk())
     place = {node: i for i, node in enumerate(nodes)}
 
-    def pack_turn(turn: Turn) -> dict:
-        row = {"role": turn.role, "text": shown(turn.text)}
+    def pack_turn(turn: Turn, example: bool) -> dict:
+        role = f"example {turn.role}" if example else turn.role
+        row = {"role": role, "text": shown(turn.text)}
         if turn.logprobs and tokenizer:
-            row["tokens"] = [(tokenizer.decode([i]), finite(logprob))
+            row["tokens"] = [(tokenizer.decode([i]), rounded(logprob))
                              for i, logprob in zip(turn.ids, turn.logprobs)]
         return row
 
     def pack_node(node: Node) -> dict:
         name = ".".join(map(str, node.path))
         seen = node.turns if node.path else node.said  # each child is shown the same
+        examples = len(seen) - len(node.turns)
         return {
-            "name": f"{node.kind} {name}" if name else "root",
+            "name": f"{node.kind} {name}" if name else "root", "depth": node.depth,
             "end": f"{node.end}: {node.reason}" if node.reason else node.end,
             "n": node.sampled + node.counted, "errors": len(node.errors),
-            "adv": finite(advantages.get(node)), "answer": shown(node.answer),
+            "adv": rounded(advantages.get(node)), "answer": shown(node.answer),
             "children": [place[child] for child in node.children],
-            "turns": [pack_turn(turn) for turn in seen]}
+            "asked_in": asked_in(node, seen),
+            "turns": [pack_turn(turn, 0 < i <= examples) for i, turn in enumerate(seen)]}
 
     return {
-        "name": label, "query": shown(rollout.task.query), "failed": shown(rollout.failed),
-        "reward": finite(rollout.reward), "gold": shown(rollout.task.answer),
+        "name": label, "group": rollout.group, "query": shown(rollout.task.query),
+        "gold": shown(rollout.task.answer), "reward": rounded(rollout.reward),
+        "score": rounded(rollout.root.score), "failed": shown(rollout.failed),
         "nodes": [pack_node(node) for node in nodes]}
+
+
+def asked_in(node: Node, seen: list[Turn]) -> list[int]:
+    """For each child the place of the turn whose code asked it. A node does not keep that,
+    but children come in the order of the calls, and most prompts stand in the code."""
+    asking = [i for i, turn in enumerate(seen) if turn.sampled and "_query" in turn.text]
+    places, now = [], 0
+    for child in node.children:
+        prompt = next((turn.text for turn in child.turns if turn.role == "user"), "")
+        prompt = prompt.partition("\n")[0]
+        later = [i for i in asking if i >= now] or [len(seen) - 1]
+        now = next((i for i in later if prompt in seen[i].text), later[0])
+        places.append(now)
+    return places
+
+
+def rounded(value: float | None) -> float | None:
+    """Three digits are enough for the page. None for what JSON cannot say."""
+    return round(value, 3) if value is not None and math.isfinite(value) else None
 
 
 def shown(value: Any) -> str:

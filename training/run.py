@@ -4,7 +4,8 @@
     OUT/metrics.jsonl    one JSON line per step and per evaluation
     OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
     OUT/init, warmup, best, final   models in the Hugging Face layout
-    OUT/report.html      scores, curves, and the trees of the last step, for people
+    OUT/trees/           the trees of the last steps: STEP.jsonl, and STEP.page for the page
+    OUT/report.html      scores, curves, and these trees, for people
     OUT/result.json      the scores, when the run has ended
 
 Everything is written aside and renamed, so a run that is killed leaves no half file. Left
@@ -18,22 +19,23 @@ import shlex
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 
 import torch
 
 from engine import hf
 from engine.parallel import World
 from training import checkpoint, metrics, report
-from tree import Rollout, printable, render
+from tree import Node, Rollout, printable, render, write_rollouts
 from util import program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
 SHOW_EVERY = 25  # steps between printed trees, after the first
 TRIM_SECONDS = 2.0  # between two returns of freed memory, of 10 ms and more each
-REPORT_SECONDS = 60.0  # between report pages, each of which takes about one second
-
+REPORT_SECONDS = 60.0  # between report pages
+KEPT_STEPS = 100  # whose trees are kept; docs/training.md says how large they are
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
 MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout sandbox".split()
@@ -81,8 +83,6 @@ class Run:
         self.out = config.out
         self.began = self.saved = self.reported = self.trimmed = time.monotonic()
         self.state = State()
-        self.trees: list[Rollout] = []  # of the last step
-        self.credit: dict = {}  # of their nodes
 
     # --- where it starts ------------------------------------------------------------------
 
@@ -154,6 +154,10 @@ class Run:
             self.claim()
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.truncate(min(file.tell(), self.state.logged))
+            steps = self.state.step if self.state.phase == "grpo" else 0
+            for path in self.kept_trees():
+                if int(path.stem) > steps:
+                    path.unlink()
 
     # --- what people and programs see -----------------------------------------------------
 
@@ -168,11 +172,11 @@ class Run:
                  measured: dict) -> None:
         """A step of GRPO: its JSON line, its line for people, and now and then a tree and
         the report page. `credit` are the Credits of the nodes, `rows` those trained on."""
-        self.trees, self.credit = rollouts, credit
         row = {"phase": "grpo", "step": self.state.step, **measured, "rows": len(rows),
                "row_tokens": sum(len(row.ids) for row in rows),
                **metrics.describe(rollouts, credit)}
         self.log(row)
+        self.keep_trees(rollouts, credit)
         print(metrics.line(row, self.config.steps))
         if self.state.step == 1 < self.config.steps:
             seconds = sum(row[name] for name in ("sample_s", "repl_s", "update_s"))
@@ -185,22 +189,40 @@ class Run:
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
 
-    def report(self) -> None:
-        """OUT/report.html: the scores, the curves, and the trees of the last step with the
-        advantages of their nodes."""
+    def keep_trees(self, rollouts: list[Rollout], credit: dict) -> None:
+        """OUT/trees/STEP.jsonl, which --warmup can imitate, and STEP.page: the same as the
+        report shows it, with advantages. Those of the oldest step go."""
         if self.world.rank:
             return
-        step = self.state.step
+        advantages = {node: statistics.fmean(given.advantages)
+                      for node, given in credit.items() if given.advantages}
+        trees = [(f"#{i}", tree) for i, tree in enumerate(rollouts)]
+        name = self.path(f"trees/{self.state.step:06}")
+        os.makedirs(self.path("trees"), exist_ok=True)
+        write_text(f"{name}.page", report.pack(trees, self.tokenizer, advantages))
+        write_rollouts(f"{name}.jsonl", map(thinned, rollouts))
+        for path in self.kept_trees():
+            if int(path.stem) <= self.state.step - KEPT_STEPS:
+                path.unlink()
+
+    def kept_trees(self) -> list[Path]:
+        """The files of OUT/trees, the earliest step first."""
+        found = Path(self.path("trees")).glob("*.*")
+        return sorted(path for path in found if path.stem.isdigit())
+
+    def report(self) -> None:
+        """OUT/report.html: the scores, the curves, and the trees that are kept."""
+        if self.world.rank:
+            return
         rows = [row | {"task": name} for name, row in self.state.results.items()]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             lines = [line for line in file if line.endswith("}\n")]  # not cut by a crash
             measured = [json.loads(line) for line in lines]
-        advantages = {node: statistics.fmean(given.advantages)
-                      for node, given in self.credit.items() if given.advantages}
-        trees = [(f"step {step} #{i}", tree) for i, tree in enumerate(self.trees)]
+        steps = {int(path.stem): path.read_text() for path in self.kept_trees()
+                 if path.suffix == ".page"}
         write_text(self.path("report.html"), report.page(
-            f"Training run, step {step} of {self.config.steps}", asdict(self.config), rows,
-            trees, self.tokenizer, measured, advantages))
+            f"Training run, step {self.state.step} of {self.config.steps}",
+            asdict(self.config), rows, steps, measured))
         self.reported = time.monotonic()
 
     # --- what it leaves -------------------------------------------------------------------
@@ -291,6 +313,21 @@ class Run:
     def elapsed(self) -> float:
         """Seconds of the run, those before it was interrupted included."""
         return time.monotonic() - self.began
+
+
+def thinned(rollout: Rollout) -> Rollout:
+    """What is kept of a tree: no context, no ids but the sampled ones, and four digits of
+    their log-probabilities. All else comes from the question and the texts."""
+    def thin(node: Node) -> Node:
+        turns = []
+        for turn in node.turns:
+            logprobs = turn.logprobs and tuple(round(p, 4) for p in turn.logprobs)
+            ids = turn.ids if turn.sampled else ()
+            turns.append(replace(turn, ids=ids, logprobs=logprobs))
+        return replace(node, turns=turns, children=[thin(c) for c in node.children])
+
+    task = replace(rollout.task, context=None)
+    return replace(rollout, task=task, root=thin(rollout.root))
 
 
 def resuming(config, world: World) -> str:
