@@ -495,8 +495,12 @@ def reference_of(setup: Setup) -> Qwen3 | None:
     its adapters off, so nothing is loaded."""
     if not setup.config.kl or setup.config.lora_rank:
         return None
-    reference = Qwen3.from_pretrained(setup.run.path("warmup"), setup.plan.dtype, DEVICE)
-    return reference.requires_grad_(False)
+    def frozen(model: Qwen3) -> None:
+        model.requires_grad_(False)
+        parallel.shard(model, setup.plan.dtype)
+
+    return Qwen3.from_pretrained(
+        setup.run.path("warmup"), setup.plan.dtype, DEVICE, frozen)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 goes through the same code.
 
 FSDP2 shards the trained weights, their gradients and the optimizer, layer by layer. On a
-GPU they are float32, layers compute in bfloat16, and gradients are summed in float32.
-Nothing else is sharded: each rank samples its own trees from a full copy of the
-weights, without any communication. What the ranks exchange (trees, sums of statistics)
-are Python objects. They go through `gather`, over gloo.
+GPU they are float32, layers compute in bfloat16, and gradients are summed in float32. The
+frozen reference of a KL term is sharded, too. Nothing else is: each rank samples its own
+trees from a full copy of the weights, without any communication. What the ranks exchange
+(trees, sums of statistics) are Python objects. They go through `gather`, over gloo.
 
 A rank that fails prints why and ends; then torchrun ends the others. Ranks end when
 torchrun ends.
@@ -73,10 +73,11 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
     """Split the weights over the ranks, layer by layer.
 
     On one device FSDP only keeps float32 weights beside layers that compute in another
-    type. A model with adapters does not need that: its frozen weights have that type.
+    type. Frozen weights, as beside adapters, do not need that: they have that type.
     Gradients become means over the ranks: a rank multiplies its loss by their number."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if alone and (model.rank or compute == torch.float32):
+    frozen = not model.lm_head.weight.requires_grad
+    if alone and (frozen or compute == torch.float32):
         return
     if alone:
         join(store=dist.HashStore(), rank=0, world_size=1)

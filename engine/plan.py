@@ -2,7 +2,7 @@
 
 Sums what is held at the same time in an update, the fullest moment of a step. What SHARE
 leaves of the device is for the rest: the process, workspaces of libraries, the sampler's
-buffers, masks, fragmentation. A reference model is not counted.
+buffers, masks, fragmentation.
 """
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +41,7 @@ class Plan:
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
     most_windows: int = MOST_WINDOWS  # that the trees of a step or an evaluation can fill
+    reference: bool = False  # a KL term has a frozen model of its own
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -185,6 +186,7 @@ class Plan:
         copies = casts or (self.rank and not self.apart)
         parts = {
             "weights": weights // ranks,
+            "reference": self.reference * model * self.dtype.itemsize // ranks,
             "gradients": 4 * trained // ranks,
             "optimizer": 8 * trained // ranks,
             "gathered": gathered if casts else 0,
@@ -251,7 +253,8 @@ def plan_of(config, shape, limits, have: int) -> Plan:
         row = max(row, LEAST_WORK // shape.hidden_size)
     nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
     return Plan(shape, limits.window, row, config.lora_rank, compute_dtype(config.model),
-                have, most_windows=min(nodes, MOST_WINDOWS))
+                have, most_windows=min(nodes, MOST_WINDOWS),
+                reference=bool(config.kl and not config.lora_rank))
 
 
 def free_memory(world) -> int:

@@ -16,6 +16,7 @@ from conftest import FLAT, SHORT
 from test_sampler import HYBRID
 from torch.distributed.tensor import DTensor
 
+import grpo
 import rlm
 import tasks
 import train
@@ -30,7 +31,7 @@ from tree import Node, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-KINDS = {"full": {"lr": 1e-3}, "lora": {"lora_rank": 2, "lr": 1e-2}}
+KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
 
 
 # --- one step on hand-made trees, by one rank or by two -----------------------------------
@@ -74,6 +75,7 @@ def take_step(out, kind, number, world):
     """Resume, take one step, save. Of two ranks the first gets 3 rows, the other one 7.
     Returns loss, gradients, weights and metrics."""
     found, optimizer_step = {}, train.optimizer_step
+    add_log_probabilities = grpo.add_log_probabilities
 
     def watch(model, *more):
         found["gradients"] = {name: full_tensor(weight.grad).clone()
@@ -90,6 +92,11 @@ def take_step(out, kind, number, world):
         found["model"] = model
         return trees(number)
 
+    def score(packs, config, model, reference):
+        weights = reference.parameters() if reference else []
+        assert all(isinstance(w, DTensor) == (world.size == 2) for w in weights)
+        return add_log_probabilities(packs, config, model, reference)
+
     def unequal(rows, *_):
         return [rows[:3], rows[3:]][world.rank:world.rank + 1]
 
@@ -103,6 +110,7 @@ def take_step(out, kind, number, world):
         patch.setattr(train, "sample_trees", collect)
         patch.setattr(train, "evaluate", lambda *_: None)
         patch.setattr(train, "optimizer_step", watch)
+        patch.setattr(grpo, "add_log_probabilities", score)
         patch.setattr(Run, "log_step", lambda *args: found.update(metrics=args[-1]))
         patch.setattr(Run, "finish", lambda run: None)
         if world.size == 2:

@@ -150,6 +150,8 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
     one, eight = of().need(), of().need(8)
     for part in ("weights", "gradients", "optimizer"):
         assert eight[part] == one[part] // 8
+    # A frozen reference for a KL term: 2 bytes of each weight.
+    assert one["reference"] == 0 and of(reference=True).need(8)["reference"] == 1005617024
     assert eight["sampler copy"] == one["sampler copy"]
     assert eight["activations"] == one["activations"]
     assert eight["KV cache"] > one["KV cache"]  # takes what the others leave
