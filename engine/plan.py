@@ -18,6 +18,7 @@ from util import readable
 # How many sequences of full length the cache holds. The least is low, so that a longer
 # window fits. Fewer such sequences then run at once, so sampling takes longer.
 LEAST_WINDOWS, MOST_WINDOWS = 4, 96
+MOST_REQUESTS = {"cuda": 192, "cpu": 96}  # at once; most end before their window is full
 SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too
 GIB = 1 << 30
 CARDS = (24, 48, 80, 141)  # GiB of a GPU; one of them is left to CUDA

@@ -1,13 +1,16 @@
 """The memory plan: its sums by hand, and against the model itself."""
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from engine import attention, delta, plan
 from engine.attention import PackedRows
 from engine.hf import FAMILIES
 from engine.packing import micro_batches
+from engine.parallel import World
 from engine.plan import Plan
 from grpo import Row
 from model import Qwen3, Qwen3Config
@@ -158,6 +161,14 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
     # Whole pages, one in reserve, and no more windows than trees can fill.
     few = of(SMALL, device="cuda", window=384, most_windows=7)
     assert few.need()["KV cache"] == 7 * 3 * 256 * (3 * 2 * 24 * 2)
+
+
+def test_a_card_runs_more_requests_at_once_than_windows_are_planned(monkeypatch):
+    monkeypatch.setattr(train, "Sampler", lambda *_, **given: given)
+    for device, batch in (("cuda", 192), ("cpu", 96)):
+        config, plan = SimpleNamespace(lora_rank=0), of(device=device, have=10 ** 13)
+        given = train.make_sampler(config, plan, None, World())
+        assert (given["batch"], given["memory"]) == (batch, 96 * plan.window_bytes)
 
 
 @pytest.mark.parametrize("config, most", [(QWEN3_4B, 200 * GB), (SMALL, GB // 2)])
