@@ -11,12 +11,11 @@ sandbox the messages (protocol.py), the server (server.py), the isolation (isola
 
 Left out: two blocks at a time in one REPL, and protection of the code's signal handlers. A
 handler that raises while an answer is awaited, or between two blocks, ends its own REPL.
-Tried: to fork the trainer takes 40 ms, to fork the server 1 ms. Handlers that were held
+Tried: to fork the trainer takes 40 ms, to fork the nursery 1 ms. Handlers that were held
 back during a query made runaway recursions hang.
 """
 from __future__ import annotations
 
-import _thread
 import ast
 import builtins as python_builtins
 import contextlib
@@ -28,6 +27,7 @@ import re
 import resource
 import socket
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -213,7 +213,7 @@ class Worker:
     def __init__(self, sock: socket.socket, limits: Limits):
         self.sock, self.limits, self.pid = sock, limits, os.getpid()
         self.inbox = bytearray()
-        self.lock = _thread.RLock()  # the code may have threads: one query at a time
+        self.lock = threading.RLock()  # the code may have threads: one query at a time
         self.open = False  # a block runs, and its result is not sent yet
         self.ending = False  # its result is due: no further query is sent
         self.blocks = 0
@@ -231,19 +231,19 @@ class Worker:
 
     @classmethod
     def rehearse(cls) -> None:
-        """In the server, before it forks: what runs the first time fills caches, and each
-        page that a worker writes to costs it a copy."""
+        """In the server: fill the caches that code fills when it first runs. A worker would
+        copy each page that it writes to."""
         for _ in range(12):
             ours, theirs = socket.socketpair()
-            with ours, theirs:
-                start = {"context": "", "tools": "", "question": ""}
-                ours.sendall(frame(b"S", start, 1) + frame(b"X", {"code": "FINAL(1)"}, 1))
-                worker = cls(theirs, Limits())
-                worker.turn()
+            worker = cls(theirs, Limits())
+            start = {"context": "", "tools": "", "question": ""}
+            for kind, message in (b"S", start), (b"X", {"code": "FINAL(1)"}):
+                ours.sendall(frame(kind, message, 1))
                 worker.turn()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
     def turn(self) -> None:
+        """Run one message."""
         kind, data = self.receive()
         sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
         self.capture.empty()

@@ -29,8 +29,8 @@ PDEATHSIG, DUMPABLE, SET_NAME, NO_NEW_PRIVS = 1, 4, 15, 38
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix")
 USER = 2_000_000_000  # the first user id of root's workers; nobody else has these
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.capset, ctypes.pythonapi.PyOS_AfterFork_Child  # looked up once, not in each worker
+LIBC = ctypes.PyDLL(None, use_errno=True)  # it keeps the GIL, which a fork needs
+LIBC.capset  # looked up once, not in each worker
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,12 @@ class Limits:
     sandbox: str = "auto"  # require: namespaces; auto: where they are possible; off
 
 
-def call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any) -> int:
     """A function of libc. Raises OSError."""
-    if getattr(LIBC, name)(*args) < 0:
+    if (result := getattr(LIBC, name)(*args)) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
-
-
-def sibling() -> int:
-    """As os.fork, but the parent of the child is that of this process. -1: it failed."""
-    python = ctypes.pythonapi
-    python.PyOS_BeforeFork()
-    pid = python.syscall(CLONE, PARENT | signal.SIGCHLD, 0, 0, 0, 0)
-    if pid == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
-    return pid
+    return result
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
@@ -133,16 +122,16 @@ class Sandbox:
         call("umount2", b".", 2)  # MNT_DETACH: the old root, now on top of the new one
         os.chdir("/")
 
-    def fork(self, fork=os.fork) -> int:
-        """In the nursery: `fork` a worker. Its process namespace dies with it."""
-        if not self.namespaces:
-            return fork()
-        call("unshare", NEW_PID)
+    def fork(self, flags: int = 0) -> int:
+        """In the nursery: fork a worker. Its process namespace dies with it. os.fork has no
+        flags, and what it does besides is for threads: here are none."""
+        if self.namespaces:
+            call("unshare", NEW_PID)
         pid = -1
         try:
-            pid = fork()
+            pid = call("syscall", CLONE, flags | signal.SIGCHLD, 0, 0, 0, 0)
         finally:
-            if pid:
+            if pid and self.namespaces:
                 call("setns", self.processes, NEW_PID)
         return pid
 

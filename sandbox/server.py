@@ -1,7 +1,7 @@
 """The server: a small process that forks the REPL workers, and the client's way to it.
 
 The client starts the server when a REPL first needs it, and hands over one socket per REPL
-(`Handle`). The server forks a worker per REPL and relays the frames of worker and client
+(`Handle`). The server has a worker forked per REPL and relays its frames and the client's
 without reading their JSON. It ends a REPL that overruns its time or breaks the protocol.
 """
 from __future__ import annotations
@@ -15,16 +15,18 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from sandbox.isolation import DESCRIPTORS, REPLS, SET_NAME, Limits, Sandbox, call, choose, sibling
+from sandbox.isolation import (DESCRIPTORS, PARENT, REPLS, SET_NAME, Limits, Sandbox,
+                               call, choose)
 from sandbox.protocol import frame, take_frame
 
 # What model code often imports. Each library slows down every fork, so asyncio and hashlib
-# (which loads OpenSSL) are not here.
+# (which loads OpenSSL) are not here. Neither is random: all workers would draw the same.
 PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "re string textwrap unicodedata"
@@ -45,9 +47,7 @@ class Handle:
     current: Handle | None = None
 
     def __init__(self, sandbox: str, program: str):
-        # Not above, as the server does without: what `threading` does after a fork is dear.
-        import subprocess
-        import tempfile
+        import tempfile  # here, as the server and its forks do without it
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, hard % 2**64), hard))
@@ -84,8 +84,6 @@ class Handle:
     def stop(cls) -> None:
         handle, cls.current = cls.current, None
         if handle is not None and handle.owner == os.getpid():  # not in a forked child
-            import subprocess
-
             handle.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 handle.process.wait(timeout=5)
@@ -155,13 +153,13 @@ class Slot:
     wall: float = 0.0  # seconds by the wall clock, until the clock last stood
     since: float = 0.0  # when it began to run again
     before: float = 0.0  # processor time before the block
-    read: float = 0.0  # and when it was last read
+    read: float = 0.0  # the same, when it was last read
     deadline: float = 0.0  # when to look at the clock again
 
     def run_clock(self) -> None:
         self.state, self.since = "running", time.monotonic()
         self.deadline = self.since + self.limit / CORES
-        if self.wall:
+        if self.wall:  # else the block begins, and there is nothing to read
             self.look()
 
     def stop_clock(self, state: str) -> None:
@@ -263,10 +261,9 @@ class Server:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.nursery, [request], [theirs.fileno()])
-        pid = int(self.nursery.recv(32))
-        if pid < 0:
+        slot.pid = max(0, int(self.nursery.recv(32)))
+        if not slot.pid:
             raise OSError("the kernel refused")
-        slot.pid = pid
         self.workers[slot.pid] = slot
         slot.worker = Channel(self.selector, ours, self.from_worker, slot)
 
@@ -344,8 +341,9 @@ class Server:
 
 
 def nurse(requests: socket.socket, sandbox: Sandbox, base: str, worker: type) -> None:
-    """Fork workers, which run `worker(sock, limits).loop()`, as children of the server.
-    Each page that is written after a fork is copied, and this process writes few."""
+    """The nursery: a process that forks workers, which run `worker(sock, limits).loop()`,
+    as children of the server. After a fork each page that is written is copied. The server
+    would write four times as many."""
     forks, last = 0, b""
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, 4096, 1)
@@ -356,7 +354,7 @@ def nurse(requests: socket.socket, sandbox: Sandbox, base: str, worker: type) ->
         forks += 1
         pid = -1
         with contextlib.suppress(OSError):
-            pid = sandbox.fork(sibling)
+            pid = sandbox.fork(PARENT)
         if pid == 0:
             break
         os.close(descriptors[0])
@@ -399,7 +397,8 @@ def main(worker: type) -> None:
     gc.collect()
     gc.freeze()  # later collections do not touch the pages that the workers share
     if os.fork() == 0:
-        nursery.close()
+        nursery.close()  # so the end of the server ends it,
+        os.close(control)  # and the client sees that end at once
         nurse(requests, chosen, base, worker)
     requests.close()
     Server(socket.socket(fileno=control), nursery, base, parent).loop()
