@@ -46,10 +46,7 @@ import util
 from engine import hf, packing, parallel
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
-    plan = setup.plan
-    return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
-                   batch=MOST_REQUESTS[plan.device], window=plan.window, dtype=plan.dtype,
-                   copy=setup.config.lora_rank > 0 and not plan.apart)
+from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from grpo import GRPOConfig, Row, policy_loss
 from model import Qwen3, Qwen3Config
 from prompts import opening
@@ -487,17 +484,10 @@ def load(start: Start, setup: Setup, adapters: bool) -> tuple[Qwen3, AdamW]:
 
 def make_sampler(setup: Setup, model: Qwen3) -> Sampler:
     """A copy with merged adapters is faster than the adapters beside the weights."""
-<<<<<<< HEAD
     plan = setup.plan
     return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
-                   batch=MOST_WINDOWS, window=plan.window, dtype=plan.dtype,
+                   batch=MOST_REQUESTS[plan.device], window=plan.window, dtype=plan.dtype,
                    copy=setup.config.lora_rank > 0 and not plan.apart)
-=======
-    return Sampler(model, memory=plan.need(world.size)["KV cache"],
-                   batch=MOST_REQUESTS[plan.device], window=plan.window,
-                   dtype=plan.dtype,
-                   copy=config.lora_rank > 0 and not plan.apart)
->>>>>>> 8732763 (On a GPU up to 192 requests run at once, whatever windows are planned)
 
 
 def reference_of(setup: Setup) -> Qwen3 | None:

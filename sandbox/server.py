@@ -188,12 +188,12 @@ def processor_seconds(pid: int) -> float:
     while below:
         pid = below.pop()
         with contextlib.suppress(OSError):  # it has ended
-            with open(f"/proc/{pid}/stat") as file:
-                numbers = file.read().rpartition(")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb", 0) as file:
+                numbers = file.read().rpartition(b")")[2].split()
             ticks += sum(map(int, numbers[11:15]))  # its own and of the ended
             for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    below += file.read().split()
+                with open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file:
+                    below += map(int, file.read().split())
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
