@@ -93,6 +93,10 @@ def score(task, answer):
     return float(text == gold)
 
 
+def right_answer(task):
+    return task.answer["value"]
+
+
 def read(row):
     """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
     "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth."""
