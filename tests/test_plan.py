@@ -167,7 +167,8 @@ def test_a_card_runs_more_requests_at_once_than_windows_are_planned(monkeypatch)
     monkeypatch.setattr(train, "Sampler", lambda *_, **given: given)
     for device, batch in (("cuda", 192), ("cpu", 96)):
         config, plan = SimpleNamespace(lora_rank=0), of(device=device, have=10 ** 13)
-        given = train.make_sampler(config, plan, None, World())
+        run = SimpleNamespace(world=World())
+        given = train.make_sampler(SimpleNamespace(config=config, plan=plan, run=run), None)
         assert (given["batch"], given["memory"]) == (batch, 96 * plan.window_bytes)
 
 

@@ -223,7 +223,8 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
         assert (train, held) == split(every)
     assert [t.id for t in train] != sorted((t.id for t in train), key=int)  # shuffled
     same = [Task(str(i), "niah", "q", "one text", []) for i in range(9)]
-    for few in ([], every[:1], same):
+    assert [len(side) for side in split(same)] == [8, 1]  # they all hang together
+    for few in ([], every[:1]):
         with pytest.raises(ValueError, match="nothing can be held out"):
             split(few)
 
