@@ -40,7 +40,7 @@ LOGITS_BYTES = 1 << (30 if torch.cuda.is_available() else 27)
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
+class DecoderConfig:
     """The fields of config.json that the decoder uses, under their names there."""
     vocab_size: int
     hidden_size: int
@@ -65,7 +65,7 @@ class Qwen3Config:
     linear_value_head_dim: int | None = None
 
     @classmethod
-    def read(cls, path: str) -> "Qwen3Config":
+    def read(cls, path: str) -> "DecoderConfig":
         """Raises FileNotFoundError, or ValueError with a line that names file and field."""
         raw = hf.read_config(path)
         return cls(**{name: raw[name] for name in cls.__dataclass_fields__ if name in raw})
@@ -80,7 +80,7 @@ class Qwen3Config:
 # --- the decoder --------------------------------------------------------------------------
 
 class Block(nn.Module):
-    def __init__(self, config: Qwen3Config, layer: int):
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         D, kinds = config.hidden_size, config.is_linear
         number = kinds[:layer].count(kinds[layer])  # among the layers of its kind
@@ -99,7 +99,7 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # B T D
 
 
-def norm(config: Qwen3Config, size: int) -> nn.RMSNorm:
+def norm(config: DecoderConfig, size: int) -> nn.RMSNorm:
     hybrid = config.model_type == "qwen3_5_text"
     return (OffsetNorm if hybrid else nn.RMSNorm)(size, config.rms_norm_eps)
 
@@ -116,7 +116,7 @@ class OffsetNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Qwen3Config, layer: int):
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         D, E = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
@@ -150,7 +150,7 @@ class DeltaNet(nn.Module):
     """A gated delta net: q, k and v come from a short causal convolution. How much each
     token forgets and writes depends on its input."""
 
-    def __init__(self, config: Qwen3Config, layer: int):
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         D, self.layer = config.hidden_size, layer
         H, self.value_dim = config.linear_num_value_heads, config.linear_value_head_dim
@@ -187,7 +187,7 @@ class DeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Qwen3Config):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
@@ -225,10 +225,10 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-class Qwen3(nn.Module):
+class Decoder(nn.Module):
     """Logits from ids: a Qwen3.5, Qwen3, Qwen2 or Llama, by config.model_type."""
 
-    def __init__(self, config: Qwen3Config):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
         self.recompute = False  # activation checkpointing by layer
@@ -305,7 +305,7 @@ class Qwen3(nn.Module):
         """All but the adapters. Of two tied weights only embed_tokens is there."""
         return {name: w for name, w in self.named_parameters() if "lora_" not in name}
 
-    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Qwen3":
+    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Decoder":
         """Freeze all weights and add float32 adapters. They change no output at first. With
         A uniform in +-1/sqrt(inputs) the best learning rate hardly depends on the rank."""
         generator = torch.Generator().manual_seed(seed)
@@ -348,10 +348,10 @@ class Qwen3(nn.Module):
                 weight = weight.float() + layer.scale * product
             yield name, weight
 
-    def merged_copy(self, dtype: torch.dtype | None = None) -> "Qwen3":
+    def merged_copy(self, dtype: torch.dtype | None = None) -> "Decoder":
         """A frozen plain model that computes the same, in new memory and in `dtype`."""
         with torch.device("meta"):
-            copy = Qwen3(self.config)
+            copy = Decoder(self.config)
         dtype = dtype or self.lm_head.weight.dtype
         fill(copy, {name: weight.to(dtype, copy=True) for name, weight in self.merged()})
         return copy.requires_grad_(False)
@@ -361,11 +361,11 @@ class Qwen3(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
                         device: str = "cpu",
-                        prepare: Callable = lambda model: None) -> "Qwen3":
+                        prepare: Callable = lambda model: None) -> "Decoder":
         """From a directory in the Hugging Face layout. `prepare(model)` runs before weights
         are read. It may add adapters and shard the model: a rank then keeps its share only.
         Raises FileNotFoundError, or ValueError with a line that names files and tensors."""
-        config = Qwen3Config.read(os.path.join(path, hf.CONFIG))
+        config = DecoderConfig.read(os.path.join(path, hf.CONFIG))
         with torch.device("meta"):  # no memory and no initialisation
             model = cls(config)
         prepare(model)
@@ -386,14 +386,14 @@ class Qwen3(nn.Module):
         write_json(os.path.join(path, hf.CONFIG), hf.config_json(self.config, dtype))
 
 
-def open_checkpoint(path: str) -> Qwen3:
+def open_checkpoint(path: str) -> Decoder:
     """The model of a directory, to sample from. If that holds adapters alone, they are
     added to the weights that they were trained on."""
     saved = hf.adapter_config(path)
     base = path
     if saved:  # an absolute path, or one seen from the adapters
         base = os.path.join(path, "adapter", saved["base_model_name_or_path"])
-    model = Qwen3.from_pretrained(base, compute_dtype(base), DEVICE)
+    model = Decoder.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])
         hf.load_adapter(model, os.path.join(path, "adapter"), base)
@@ -401,7 +401,7 @@ def open_checkpoint(path: str) -> Qwen3:
     return model
 
 
-def fill(model: Qwen3, weights: dict[str, Tensor]) -> None:
+def fill(model: Decoder, weights: dict[str, Tensor]) -> None:
     """Replace the parameters of these names by these tensors."""
     model.load_state_dict(weights, strict=False, assign=True)
     if model.config.tie_word_embeddings:  # assign=True replaced one of the two names

@@ -43,7 +43,7 @@ import torch
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
 from engine.states import Snapshots
-from model import Qwen3
+from model import Decoder
 from tree import Completion, Lost
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
@@ -93,7 +93,7 @@ class Sampler:
     and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
     """
 
-    def __init__(self, model: Qwen3, memory: int | None = None, batch: int = 64,
+    def __init__(self, model: Decoder, memory: int | None = None, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
                  page: int | None = None, copy: bool = False):
         dtype = dtype or model.lm_head.weight.dtype
@@ -112,7 +112,7 @@ class Sampler:
         self.arrivals = 0
         self.stats = Counter()
 
-    def load(self, model: Qwen3) -> None:
+    def load(self, model: Decoder) -> None:
         """Copy the new weights of `model`, unless they are shared, and empty the cache."""
         if self.owns:
             with torch.no_grad():

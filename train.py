@@ -48,7 +48,7 @@ from engine.device import DEVICE
 from engine.parallel import World, full_tensor
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from grpo import GRPOConfig, Row, policy_loss
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 from prompts import opening
 from repl import REPLError
 from rlm import EVERY_SECONDS, RLMConfig
@@ -184,7 +184,7 @@ def warm_up(setup: Setup) -> Start:
     return run.end_warm_up(model, plan.dtype if config.lora_rank else torch.float32)
 
 
-def imitate(nodes: list[Node], plan: Plan, world: World, model: Qwen3) -> float:
+def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> float:
     """The gradient of the mean of -log p over the sampled tokens of the nodes. Returns that
     mean."""
     rows = [Row(node.ids, node.mask, [], [], 1) for node in nodes]
@@ -255,7 +255,7 @@ def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, sample: Callable,
+def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
               clock: Clock) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     config, run, questions = setup.config, setup.run, setup.questions
@@ -286,7 +286,7 @@ def grpo_loop(setup: Setup, model: Qwen3, optimizer: AdamW, sample: Callable,
         print(f"stopped: in the last {SILENT_STEPS} steps no node had an advantage")
 
 
-def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None,
+def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | None,
            rows: list[Row]) -> dict:
     """One optimizer step over all rows, or --updates of them; none without any row. Returns
     what was measured at the last one: means over the tokens, the gradient's norm before
@@ -312,7 +312,7 @@ def update(setup: Setup, model: Qwen3, optimizer: AdamW, reference: Qwen3 | None
     return stats.metrics() | measured
 
 
-def sample_trees(run: Run, model: Qwen3, sampler: Sampler, score: Callable,
+def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str,
                   group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now."""
@@ -335,7 +335,7 @@ def learning_rate(config: Config, state: State) -> float:
     return config.lr * rising * (1 - 0.9 * progress(config, state))
 
 
-def optimizer_step(model: Qwen3, optimizer: AdamW, lr: float, loss: float) -> float:
+def optimizer_step(model: Decoder, optimizer: AdamW, lr: float, loss: float) -> float:
     """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
     FloatingPointError before a NaN gets into the weights."""
     weights = [w for w in model.parameters() if w.grad is not None]
@@ -365,7 +365,7 @@ def prepare(config: Config, world: World) -> Setup:
     have = free_memory(world)
     width = 0
     if config.model and not config.resume:
-        width = Qwen3Config.read(os.path.join(config.model, "config.json")).hidden_size
+        width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
     config = settings.settle(config, width)
     objective = objective_of(config)
     score = util.load_function(config.reward, "score") if config.reward else tasks.reward
@@ -385,7 +385,7 @@ def prepare(config: Config, world: World) -> Setup:
         start = replace(start, weights=run.path("init"))
 
     tokenizer = Tokenizer.from_pretrained(start.source)
-    shape = Qwen3Config.read(os.path.join(start.weights, "config.json"))
+    shape = DecoderConfig.read(os.path.join(start.weights, "config.json"))
     changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
     rlm_config = rlm.load_config(
         start.source, shape.max_position_embeddings, config.sandbox, changes)
@@ -452,24 +452,24 @@ def make_tiny(path: str, config: Config, questions: Questions, world: World) -> 
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
     torch.manual_seed(config.seed)
-    model = Qwen3(Qwen3Config(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
+    model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
     model.save_pretrained(path)
     tokenizer.save(path)
     rlm.tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
 
 
-def load(start: Start, setup: Setup, adapters: bool) -> tuple[Qwen3, AdamW]:
+def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
     """This rank's share of the weights, and the optimizer as far as it is saved."""
     config, plan = setup.config, setup.plan
 
-    def with_adapters(model: Qwen3) -> None:
+    def with_adapters(model: Decoder) -> None:
         if adapters:
             model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
         parallel.shard(model, plan.dtype)
 
     gc.collect()  # weights that were in use before are in reference cycles
     stored = plan.dtype if adapters else torch.float32
-    model = Qwen3.from_pretrained(start.weights, stored, DEVICE, with_adapters)
+    model = Decoder.from_pretrained(start.weights, stored, DEVICE, with_adapters)
     model.recompute = plan.recompute
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # Fused: the other kinds hold temporary copies of all weights.
@@ -482,7 +482,7 @@ def load(start: Start, setup: Setup, adapters: bool) -> tuple[Qwen3, AdamW]:
     return model, optimizer
 
 
-def make_sampler(setup: Setup, model: Qwen3) -> Sampler:
+def make_sampler(setup: Setup, model: Decoder) -> Sampler:
     """A copy with merged adapters is faster than the adapters beside the weights."""
     plan = setup.plan
     return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
@@ -490,16 +490,16 @@ def make_sampler(setup: Setup, model: Qwen3) -> Sampler:
                    copy=setup.config.lora_rank > 0 and not plan.apart)
 
 
-def reference_of(setup: Setup) -> Qwen3 | None:
+def reference_of(setup: Setup) -> Decoder | None:
     """The policy that GRPO started from, for a KL term. With adapters it is the model with
     its adapters off, so nothing is loaded."""
     if not setup.config.kl or setup.config.lora_rank:
         return None
-    def frozen(model: Qwen3) -> None:
+    def frozen(model: Decoder) -> None:
         model.requires_grad_(False)
         parallel.shard(model, setup.plan.dtype)
 
-    return Qwen3.from_pretrained(
+    return Decoder.from_pretrained(
         setup.run.path("warmup"), setup.plan.dtype, DEVICE, frozen)
 
 

@@ -32,7 +32,7 @@ WINDOW_STEP = 1024  # a window that is made shorter is a multiple of this
 class Plan:
     """A run's needs. Trained weights and gradients are float32. Activations, frozen weights
     and the sampler have the type `dtype`. `rank` 0 trains all weights."""
-    config: Any  # the Qwen3Config of model.py, which this file does not import
+    config: Any  # the DecoderConfig of model.py, which this file does not import
     window: int  # tokens of the longest conversation
     row: int  # tokens in a forward pass of the update
     rank: int

@@ -17,10 +17,10 @@ import torch
 from engine import hf
 from engine.packing import collate, micro_batches
 from grpo import GRPOConfig, Row, policy_loss
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 from sampler import Sampler
 
-SMALL = Qwen3Config(  # 42 million parameters
+SMALL = DecoderConfig(  # 42 million parameters
     vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
     num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 REPEATS = 3
@@ -29,7 +29,7 @@ ROOT, CHILD, OBSERVATION = [1] * 1000, [2] * 500, [3] * 200  # of any tokens
 clock = partial(timeit, number=1)  # seconds
 
 
-def in_transformers(model: Qwen3) -> torch.nn.Module:
+def in_transformers(model: Decoder) -> torch.nn.Module:
     """transformers' model with the same weights."""
     import transformers
 
@@ -43,7 +43,7 @@ def sampler() -> dict[str, list[float]]:
     """8 roots with one prompt take 3 turns each. After its first, a root waits for 4
     children of 2 turns, all with one prompt as well. After a turn an observation follows.
     `work`: positions that ours computed, over the fewest that will do."""
-    model = Qwen3(SMALL)
+    model = Decoder(SMALL)
     ours, theirs = Sampler(model, memory=3 << 30, batch=64), in_transformers(model)
     speed, work = [], []
     for _ in range(REPEATS):
@@ -89,7 +89,7 @@ def train() -> dict[str, list[float]]:
     """Forward, loss, backward, clipping and AdamW, of all weights. `plain`: 8 rows of 256
     tokens. `shared`: 40, the nodes of 8 trees, with the same 600 tokens first and 150 of
     their own. transformers takes 8 rows at a time."""
-    ours = Qwen3(SMALL)
+    ours = Decoder(SMALL)
     theirs = in_transformers(ours)
     adam = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
     adam_theirs = torch.optim.AdamW(theirs.parameters(), lr=1e-6, fused=True)
@@ -112,7 +112,7 @@ def row_of(ids: list[int], given: int) -> Row:
     return Row(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
 
 
-def our_losses(model: Qwen3, rows: list[Row], max_tokens: int) -> Iterator[torch.Tensor]:
+def our_losses(model: Decoder, rows: list[Row], max_tokens: int) -> Iterator[torch.Tensor]:
     for rows_of_pack in micro_batches(rows, max_tokens):
         pack = collate(rows_of_pack, model.lm_head.weight.device)
         logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])

@@ -20,7 +20,7 @@ import torch
 from gguf import MODEL_ARCH, GGUFReader, TokenType, dequantize, get_tensor_name_map
 from tqdm import tqdm
 
-from model import Qwen3, Qwen3Config, fill
+from model import Decoder, DecoderConfig, fill
 from repl import Limits
 from rlm import RLMConfig
 from tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def tie(tensors: dict) -> None:
             tensors["token_embd.weight"] = tensors.pop("output.weight")
 
 
-def read_model(fields: dict, tensors: dict) -> Qwen3:
+def read_model(fields: dict, tensors: dict) -> Decoder:
     family = fields["general.architecture"]
     said = {name.removeprefix(f"{family}."): value for name, value in fields.items()}
     if family not in ("llama", "qwen2", "qwen3") or "rope.scaling.type" in said:
@@ -81,7 +81,7 @@ def read_model(fields: dict, tensors: dict) -> Qwen3:
     layers, heads = said["block_count"], said["attention.head_count"]
     head_dim = said.get("attention.key_length", said["embedding_length"] // heads)
     with torch.device("meta"):  # names and shapes, no memory
-        model = Qwen3(Qwen3Config(
+        model = Decoder(DecoderConfig(
             model_type=family,
             vocab_size=len(fields["tokenizer.ggml.tokens"]),
             hidden_size=said["embedding_length"],

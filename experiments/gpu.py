@@ -20,10 +20,10 @@ from engine import parallel
 from engine.device import DEVICE
 from engine.plan import GIB, Plan
 from experiments.bench import clock, our_losses, row_of, step
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 from sampler import Sampler
 
-QWEN3_4B = Qwen3Config(
+QWEN3_4B = DecoderConfig(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
     num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 NEW = 128  # tokens that are sampled after a prompt
@@ -35,7 +35,7 @@ def show(name: str, *values: float) -> None:
     print(f"| {name} | {' | '.join(f'{value:,.4g}' for value in values)} |", flush=True)
 
 
-def prompt(model: Qwen3, length: int, seed: int) -> list[int]:
+def prompt(model: Decoder, length: int, seed: int) -> list[int]:
     """At most so many tokens, of any vocabulary, with room for NEW after them."""
     length = min(length, model.config.max_position_embeddings - NEW)
     return random.Random(seed).choices(range(64), k=length)
@@ -51,7 +51,7 @@ def generate(sampler: Sampler, prompts: list[list[int]], tokens: int) -> list:
 
 
 @torch.inference_mode()
-def agreement(model: Qwen3) -> None:
+def agreement(model: Decoder) -> None:
     shared = prompt(model, 4096, seed=9)[20:]
     prompts = [shared + prompt(model, 20, seed) for seed in range(3)]
     sampler = Sampler(model)
@@ -68,7 +68,7 @@ def agreement(model: Qwen3) -> None:
         show(f"{name}: mean, largest difference", gap.mean().item(), gap.max().item())
 
 
-def sampling(model: Qwen3) -> None:
+def sampling(model: Decoder) -> None:
     c, weights = model.config, sum(weight.numel() for weight in model.parameters())
     full = c.is_linear.count(False)
     cached = 2 * full * c.num_key_value_heads * c.head_dim  # of a token
@@ -91,7 +91,7 @@ def sampling(model: Qwen3) -> None:
         show(f"{batch} x {length}: decoded tokens/s, GB/s", batch * rate, read * rate)
 
 
-def update(model: Qwen3, rank: int = 0) -> None:
+def update(model: Decoder, rank: int = 0) -> None:
     rows = [row_of(prompt(model, 8192, seed), 0) for seed in range(4)]
     c, length = model.config, len(rows[0].ids)
     if rank:
@@ -128,10 +128,10 @@ PARTS = {"agreement": agreement, "sampling": sampling, "update of all weights": 
 
 def run(part: str, path: str) -> None:
     if path:
-        model = Qwen3.from_pretrained(path, torch.bfloat16, DEVICE)
+        model = Decoder.from_pretrained(path, torch.bfloat16, DEVICE)
     else:
         with torch.device(DEVICE):
-            model = Qwen3(QWEN3_4B).to(torch.bfloat16)
+            model = Decoder(QWEN3_4B).to(torch.bfloat16)
     PARTS[part](model)
 
 

@@ -88,7 +88,7 @@ with patch("torch.cuda.is_available", lambda: True):
     from engine.decode import decode
 from engine.packing import collate
 from grpo import GRPOConfig, Row, policy_loss
-from model import Qwen3, Qwen3Config, fill
+from model import Decoder, DecoderConfig, fill
 from sampler import Sampler
 
 FakeTensor.is_cuda = property(lambda tensor: tensor.fake_device.type == "lazy")
@@ -114,7 +114,7 @@ LINEAR = dict(
 
 def model_of(rank, hybrid):
     with torch.device("meta"):
-        model = Qwen3(Qwen3Config(
+        model = Decoder(DecoderConfig(
             VOCABULARY, 64, 96, 1 + hybrid, 4, 2, 16, 4096, **LINEAR if hybrid else {}))
     if rank:
         model.add_lora(rank, 32.0)

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from conftest import command
 
 from experiments import bench, gpu
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 
-TINY = Qwen3Config(
+TINY = DecoderConfig(
     vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096)
 
@@ -33,7 +33,7 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(part, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "NEW", 8)
     monkeypatch.setattr(gpu, "LOADS", [(2, 30)])
     torch.manual_seed(0)
-    gpu.PARTS[part](Qwen3(replace(TINY, max_position_embeddings=136)).bfloat16())
+    gpu.PARTS[part](Decoder(replace(TINY, max_position_embeddings=136)).bfloat16())
     if dist.is_initialized():  # as sharded weights need
         dist.destroy_process_group()
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]

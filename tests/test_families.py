@@ -11,7 +11,7 @@ from test_sampler import alone, build, naive_greedy
 from test_tokenizer import TEXTS, fast_json
 
 from engine.hf import FAMILIES
-from model import Qwen3
+from model import Decoder
 from engine.vocabulary import STEPS
 from tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers_both_ways(
     transformers = pytest.importorskip("transformers")
     theirs = their_model(transformers, family, heads, kv_heads, tied)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = Qwen3.from_pretrained(tmp_path / "theirs")
+    ours = Decoder.from_pretrained(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", torch_dtype=torch.float32).eval()
@@ -100,7 +100,7 @@ def test_a_qwen3_5_that_also_sees_is_read_as_its_decoder(tied, inner, tmp_path):
     theirs = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
     theirs.save_pretrained(tmp_path)
     Tokenizer.train(TEXTS, 140).save(tmp_path)
-    ours = Qwen3.from_pretrained(tmp_path)
+    ours = Decoder.from_pretrained(tmp_path)
     ids = some_ids(ours, length=70)
     with torch.no_grad():
         assert distance(ours(ids), theirs(input_ids=ids).logits) < 1e-5

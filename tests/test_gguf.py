@@ -6,7 +6,7 @@ from test_families import assert_equal_ids, their_model
 from test_model import distance, some_ids
 from test_tokenizer import TEXTS
 
-from model import Qwen3
+from model import Decoder
 from tokenizer import MARKERS, Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -59,7 +59,7 @@ def write_file(path, family, tied):
 def test_a_file_becomes_the_model_that_it_was(family, tied, tmp_path):
     theirs = write_file(tmp_path / "model.gguf", family, tied)
     main(str(tmp_path / "model.gguf"), tmp_path)
-    ours = Qwen3.from_pretrained(tmp_path)
+    ours = Decoder.from_pretrained(tmp_path)
     assert ours.config.tie_word_embeddings == tied
     if family == "llama" and not tied:  # transformers reads such a file as we do
         theirs = transformers.AutoModelForCausalLM.from_pretrained(

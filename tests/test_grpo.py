@@ -10,7 +10,7 @@ from engine.attention import PackedRows, gather
 from engine.packing import collate, micro_batches
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages, credit, make_rows,
                   node_weights, policy_loss)
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 from training.metrics import Stats
 from tree import Node, Rollout, Turn
 
@@ -238,7 +238,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
     """Loss, statistics and gradients are those of each row alone, with pi_old behind the
     policy, and with recomputation too."""
     torch.manual_seed(0)
-    model = Qwen3(Qwen3Config(**dict(
+    model = Decoder(DecoderConfig(**dict(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=4) | kind)).double()
 

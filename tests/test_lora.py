@@ -11,7 +11,7 @@ from test_sampler import HYBRID
 
 import train
 from engine import device, hf
-from model import Qwen3
+from model import Decoder
 from training import checkpoint
 
 
@@ -110,12 +110,12 @@ def test_a_run_with_adapters_changes_nothing_else(short_run, tmp_path, monkeypat
                            "--model", short_run / "warmup")
     warm, final = weights(out / "warmup"), weights(out / "final")
     start = weights(short_run / "warmup")
-    adapted = dict(Qwen3.from_pretrained(short_run / "warmup").adapted())
+    adapted = dict(Decoder.from_pretrained(short_run / "warmup").adapted())
     for name in warm:
         moves = name.removesuffix(".weight") in adapted  # adapters are all that is trained
         assert torch.equal(warm[name], start[name]) == (not moves)
         assert torch.equal(final[name], warm[name]) or moves
-    model = Qwen3.from_pretrained(out / "warmup").add_lora(1, 32.0)
+    model = Decoder.from_pretrained(out / "warmup").add_lora(1, 32.0)
     adapter = out / "final" / "adapter"
     hf.load_adapter(model, adapter, out / "warmup")
     for name, weight in model.merged():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_module
 from engine.attention import linear_float32
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # heads, key/value heads, head_dim, tied
@@ -30,7 +30,7 @@ def build(shape="head_dim unlike hidden over heads", seed=0, **changes):
         max_position_embeddings=64, rope_theta=700.0, rms_norm_eps=1e-3,
         tie_word_embeddings=tied)
     torch.manual_seed(seed)
-    model = Qwen3(Qwen3Config(**fields | changes))
+    model = Decoder(DecoderConfig(**fields | changes))
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -84,7 +84,7 @@ def ours(name, folder, dtype=torch.float32):
     """The golden model through a checkpoint directory like those of transformers."""
     (folder / "config.json").write_text(json.dumps(golden.CONFIGS[name]))
     save_file(golden.weights(golden.CONFIGS[name]), folder / "model.safetensors")
-    return Qwen3.from_pretrained(folder, dtype)
+    return Decoder.from_pretrained(folder, dtype)
 
 
 @pytest.mark.parametrize("name", golden.CONFIGS)
@@ -162,7 +162,7 @@ def saved(tmp_path):
 def test_what_was_saved_is_loaded(shape, family, tmp_path):
     model = build(shape, model_type=family)
     model.save_pretrained(tmp_path)
-    back = Qwen3.from_pretrained(tmp_path)
+    back = Decoder.from_pretrained(tmp_path)
     assert back.config == model.config and same(back, model)
     assert not same(build(shape, seed=1), model)
 
@@ -172,7 +172,7 @@ def test_a_tied_head_is_not_written_and_stays_tied_though_a_file_may_have_it(sav
     assert "lm_head.weight" not in tensors
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding + 1}, saved / WEIGHTS)
-    back = Qwen3.from_pretrained(saved)
+    back = Decoder.from_pretrained(saved)
     assert same(back, build())
     assert back.lm_head.weight is back.model["embed_tokens"].weight
 
@@ -185,7 +185,7 @@ def test_weights_in_several_files_are_found_by_their_index(saved):
                   saved / part)
     (saved / WEIGHTS).unlink()
     (saved / INDEX).write_text(json.dumps({"weight_map": places}))
-    assert same(Qwen3.from_pretrained(saved), build())
+    assert same(Decoder.from_pretrained(saved), build())
 
 
 def rewrite(path, **changes):
@@ -205,7 +205,7 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
     else:
         (saved / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=str(saved)):
-        Qwen3.from_pretrained(saved)
+        Decoder.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("field, value", [
@@ -217,7 +217,7 @@ def test_a_file_that_is_gone_or_not_what_it_should_be_is_named(saved, name, cont
 def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     rewrite(saved / "config.json", **{field: value})
     with pytest.raises(ValueError, match=f"config.json: .*{field}"):
-        Qwen3.from_pretrained(saved)
+        Decoder.from_pretrained(saved)
 
 
 @pytest.mark.parametrize("name, tensor", [
@@ -227,7 +227,7 @@ def test_a_tensor_that_does_not_fit_is_named(saved, name, tensor):
     tensors = load_file(saved / WEIGHTS) | {name: tensor}
     save_file({n: w for n, w in tensors.items() if w is not None}, saved / WEIGHTS)
     with pytest.raises(ValueError, match=name):
-        Qwen3.from_pretrained(saved)
+        Decoder.from_pretrained(saved)
 
 
 def test_logits_are_float32_where_layers_compute_in_bfloat16():

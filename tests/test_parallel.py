@@ -22,7 +22,7 @@ import tasks
 import train
 from engine import packing, plan
 from engine.parallel import World, full_tensor
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 from tasks.questions import Questions
 from tokenizer import Tokenizer
 from training import checkpoint, steady
@@ -39,7 +39,7 @@ KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
 def make_model(path):
     tokenizer = Tokenizer.train(["abc abd aef"] * 9, 300)
     torch.manual_seed(0)
-    model = Qwen3(Qwen3Config(  # a hybrid: it has both kinds of layer
+    model = Decoder(DecoderConfig(  # a hybrid: it has both kinds of layer
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         max_position_embeddings=384, **HYBRID))

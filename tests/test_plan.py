@@ -13,10 +13,10 @@ from engine.packing import micro_batches
 from engine.parallel import World
 from engine.plan import Plan
 from grpo import Row
-from model import Qwen3, Qwen3Config
+from model import Decoder, DecoderConfig
 
-QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
-SMALL = Qwen3Config(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
+QWEN3_4B = DecoderConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
+SMALL = DecoderConfig(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
 GB = 10 ** 9
 
 
@@ -76,7 +76,7 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
 @pytest.mark.parametrize("rank, tied", [(0, False), (16, True)])
 def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     config = of_family(family, tie_word_embeddings=tied)
-    model = Qwen3(config)
+    model = Decoder(config)
     if rank:
         model.add_lora(rank, 32.0)
     whole, _, _, adapters = of(config, rank=rank).parameters
@@ -87,7 +87,7 @@ def test_it_counts_the_parameters_that_there_are(rank, tied, family):
 def saved_by_autograd(config, dtype, rank, rows, monkeypatch):
     """Bytes that a forward pass keeps of these rows, without the weights."""
     torch.manual_seed(0)
-    model = Qwen3(config).to(dtype)
+    model = Decoder(config).to(dtype)
     if rank:
         model.add_lora(rank, 32.0)
     weights = {w.untyped_storage().data_ptr() for w in model.parameters()}

@@ -18,7 +18,7 @@ import sampler as sampler_module
 from engine.device import wide
 from engine.pages import token_bytes
 from engine.states import Slots, state_bytes
-from model import OffsetNorm, Qwen3, Qwen3Config
+from model import OffsetNorm, Decoder, DecoderConfig
 from sampler import Pages, Request, Sampler, SamplerError
 
 VOCAB, WINDOW = 29, 48
@@ -41,7 +41,7 @@ def build(seed=0, tied=True, **changes):
     if changes.get("model_type") == "qwen3_5_text":
         changes = HYBRID | changes
     torch.manual_seed(seed)
-    model = Qwen3(Qwen3Config(**{**shape, **changes}))
+    model = Decoder(DecoderConfig(**{**shape, **changes}))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):

@@ -25,7 +25,7 @@ import train
 import training.run
 from engine.parallel import World
 from grpo import Row
-from model import Qwen3
+from model import Decoder
 from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
@@ -41,7 +41,7 @@ DATA = os.path.join(os.path.dirname(__file__), "data", "papers.jsonl")
 
 
 def weights(path):
-    return dict(Qwen3.from_pretrained(str(path)).named_parameters())
+    return dict(Decoder.from_pretrained(str(path)).named_parameters())
 
 
 def lines(out):
@@ -262,7 +262,7 @@ def test_a_step_that_forgets_too_much_is_shortened(
 
 
 def test_what_a_step_forgot_is_what_good_nodes_lost_at_the_worst_depth(short_run):
-    model = Qwen3.from_pretrained(str(short_run / "warmup"))
+    model = Decoder.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
     rows = [Row([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
                 [advantage] * n, 1.0, depth)
@@ -502,7 +502,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
     def never(*args, **more):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(Qwen3, "from_pretrained", never)
+    monkeypatch.setattr(Decoder, "from_pretrained", never)
     monkeypatch.setattr(train, "free_memory", lambda world: 1 << 20)
     message = command(train, monkeypatch, "--model", short_run / "final", "--out",
                       tmp_path / "i")
