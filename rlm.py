@@ -32,7 +32,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import tasks
@@ -412,17 +411,6 @@ def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig |
             raise ValueError(f"{source}: {name} cannot be {value!r}")
         values[name] = value
     return replace(config, **values)
-
-
-# The trees of the tiny model that train.py makes.
-TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     seconds=60.0, style="brief",
-                     limits=Limits(seconds=5.0, output_chars=200))
-
-
-def tiny_rlm(kind: ModuleType) -> RLMConfig:
-    """TINY_RLM, with the changes that a kind of task makes: its TINY."""
-    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
 
 
 # ------------------------------------------------------------------------------------------

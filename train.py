@@ -20,17 +20,14 @@ Left out: asynchronous sampling, a learning rate found by search, more than one 
 run. Tried (docs/results.md): older policies in each group, groups without signal drawn
 again, float16 with a scaled loss; none was better.
 """
-import asyncio
-import gc
 import math
-import os
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import engine  # before torch: it says how torch's threads wait
@@ -43,26 +40,25 @@ import grpo
 import rlm
 import tasks
 import util
-from engine import hf, packing, parallel
+from engine import packing
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
-from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
+from engine.plan import Plan
 from grpo import GRPOConfig, Row, policy_loss
-from model import Decoder, DecoderConfig
+from model import Decoder
 from prompts import opening
 from repl import REPLError
-from rlm import EVERY_SECONDS, RLMConfig
+from rlm import EVERY_SECONDS
 from sampler import Sampler, SamplerError
-from tasks.questions import Questions
-from tasks.scripts import saved_trees, script_policy
-from tokenizer import Tokenizer
-from training import checkpoint, settings, steady
+from training import settings, steady
 from training.metrics import Clock, Stats, shares
 from training.run import Run, Start, State, flags_of_run, resuming
 from training.scores import evaluate
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
-from tree import Node, Rollout, printable
-from util import parse, readable
+from training.setup import (Setup, grown, load, make_sampler, prepare, reference_of,
+                            scripted_trees)
+from tree import Node, Rollout
+from util import parse
 
 
 @dataclass(frozen=True)
@@ -73,13 +69,6 @@ class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
 GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
           "the objective": GRPOConfig}
 
-# The model that is made without --model; rlm.TINY_RLM says how its trees may grow.
-TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-                  num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                  max_position_embeddings=384, rope_theta=1e4)
-TINY_VOCABULARY = 1024
-TOKENIZER_TREES = 192
-LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
     "no step had a gradient: all trees of a question scored alike. Take easier questions "
@@ -102,25 +91,10 @@ def main() -> None:
         sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a run needs, all of it read and checked before a weight is."""
-    config: Config
-    run: Run
-    plan: Plan
-    start: Start
-    questions: Questions
-    score: Callable
-    objective: Callable
-    tokenizer: Tokenizer
-    rlm_config: RLMConfig
-    saved: list[Rollout]  # trees that the warm-up imitates in place of scripts
-
-
 def train(config: Config, world: World) -> None:
     """One run: the warm-up and GRPO, with an evaluation after each. With --plan only what
     it needs: no weights are read, and nothing is written."""
-    setup = prepare(config, world)
+    setup = prepare(config, world, objective_of(config))
     if config.plan:
         return
     run, questions = setup.run, setup.questions
@@ -145,6 +119,23 @@ def train(config: Config, world: World) -> None:
     run.finish()
     if run.state.silent == run.state.step > 0:
         raise ValueError(NOTHING_LEARNT)
+
+
+def objective_of(config: Config) -> Callable:
+    """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
+    ValueError for an unknown name, and for a switch that such a name does not read."""
+    objective = grpo.credit
+    if util.is_path(config.objective):
+        objective = util.load_function(config.objective, "credit")
+    elif config.objective != "grpo":
+        from baselines import objectives
+
+        if config.objective not in objectives.READS:
+            raise ValueError(f"objective is {config.objective!r}; it can be grpo, "
+                             f"{', '.join(objectives.READS)} or path/to/file.py")
+        objectives.check_switches(config)
+        objective = getattr(objectives, config.objective)
+    return objective
 
 
 # ------------------------------------------------------------------------------------------
@@ -226,30 +217,6 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     if not fit:
         raise ValueError("no node of the warm-up fits")
     return fit
-
-
-def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
-                   rlm_config: RLMConfig, seed: int | str,
-                   world: World) -> list[Rollout]:
-    """One tree per question. A script takes the place of the policy, all else is as in
-    GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
-    policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
-    return grown(rlm.jobs(asked), world, lambda jobs: rlm.collect(
-        jobs, policy, tokenizer, rlm_config, at_once=32, label="scripts"))
-
-
-def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]:
-    """The tree of each job. Each rank grows its share, then all ranks have the same trees.
-
-    A share is neighbours in the list: two ranks that have trees of the same question both
-    compute its prompt."""
-    first, end = (len(jobs) * rank // world.size for rank in (world.rank, world.rank + 1))
-    rollouts = asyncio.run(collect(jobs[first:end]))
-    # Every rank knows the questions, so only the trees are exchanged.
-    share = [(tree.root, tree.reward, tree.failed) for tree in rollouts]
-    trees = [tree for part in world.gather(share) for tree in part]
-    return [Rollout(job.task, job.group, *tree)
-            for job, tree in zip(jobs, trees, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------
@@ -350,157 +317,6 @@ def optimizer_step(model: Decoder, optimizer: AdamW, lr: float, loss: float) -> 
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-# ------------------------------------------------------------------------------------------
-# What a run needs
-
-def prepare(config: Config, world: World) -> Setup:
-    """Read and check what the user gave, so that a typo leaves no directory; then what the
-    checkpoint says. Prints what the run begins with, and with --plan all of it."""
-    if config.plan and not config.model:
-        raise ValueError("--plan needs --model; the tiny one fits anywhere")
-    if config.card and not config.plan:
-        raise ValueError("--card needs --plan: a run takes the device that is here")
-    have = free_memory(world)
-    width = 0
-    if config.model and not config.resume:
-        width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
-    config = settings.settle(config, width)
-    objective = objective_of(config)
-    score = util.load_function(config.reward, "score") if config.reward else tasks.reward
-    kind = tasks.load(config.task, config.data)
-    questions = Questions(kind, config.data, config.seed, config.heldout,
-                          config.eval_every > 0)
-    run = Run(config, world)
-    start = Start(config.model, State()) if config.plan else run.start()
-    saved = []
-    if run.state.phase == "warmup" and config.warmup not in ("", "scripts"):
-        saved = saved_trees(config.warmup)
-    if not start.weights:
-        if world.rank == 0:
-            run.claim()
-        make_tiny(run.path("init"), config, questions, world)
-        world.gather(None)  # it can be read
-        start = replace(start, weights=run.path("init"))
-
-    tokenizer = Tokenizer.from_pretrained(start.source)
-    shape = DecoderConfig.read(os.path.join(start.weights, "config.json"))
-    changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
-    rlm_config = rlm.load_config(
-        start.source, shape.max_position_embeddings, config.sandbox, changes)
-    name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
-    wanted = plan_of(config, shape, rlm_config, have)
-    if config.card:
-        wanted = wanted.on_card(config.card)
-    plan = wanted.fitted(world.size)
-    rlm_config = replace(rlm_config, task=name, window=plan.window)
-    setup = Setup(config, run, plan, start, questions, score, objective, tokenizer,
-                  rlm_config, saved)
-    announce(setup, wanted)
-    if not config.plan and not plan.fits(world.size):
-        raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
-                         "--lora-rank 16, more devices or a smaller model; see --plan")
-    return setup
-
-
-def announce(setup: Setup, wanted: Plan) -> None:
-    """What the run begins with, for people; with --plan also its questions, and the first
-    as the model will read it."""
-    config, plan, questions = setup.config, setup.plan, setup.questions
-    if config.plan or plan != wanted:
-        print(plan.table(wanted))
-    if hf.is_wrapped(setup.start.weights):
-        print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
-    root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
-    print(settings.opening(config, setup.rlm_config, plan))
-    print(settings.room(root, setup.rlm_config))
-    if config.plan:
-        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
-        print(printable("\n".join([questions.described(), *prompt])))
-    else:
-        print(f"what is interrupted continues with: {resuming(config, setup.run.world)}")
-
-
-def objective_of(config: Config) -> Callable:
-    """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
-    ValueError for an unknown name, and for a switch that such a name does not read."""
-    objective = grpo.credit
-    if util.is_path(config.objective):
-        objective = util.load_function(config.objective, "credit")
-    elif config.objective != "grpo":
-        from baselines import objectives
-
-        if config.objective not in objectives.READS:
-            raise ValueError(f"objective is {config.objective!r}; it can be grpo, "
-                             f"{', '.join(objectives.READS)} or path/to/file.py")
-        objectives.check_switches(config)
-        objective = getattr(objectives, config.objective)
-    return objective
-
-
-def make_tiny(path: str, config: Config, questions: Questions, world: World) -> None:
-    """A checkpoint made from nothing, written by rank 0: a tokenizer trained on the
-    conversations of scripted trees, and a small Qwen3 with random weights."""
-    draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
-    asked = (questions.playable[:TOKENIZER_TREES]
-             or [tasks.make(questions.kind, rng) for rng in draws])
-    trees = scripted_trees(asked, None, rlm.tiny_rlm(questions.kind), "tokenizer", world)
-    if world.rank:
-        return
-    texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
-             for turn in node.turns]
-    tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
-    torch.manual_seed(config.seed)
-    model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
-    model.save_pretrained(path)
-    tokenizer.save(path)
-    rlm.tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
-
-
-def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
-    """This rank's share of the weights, and the optimizer as far as it is saved."""
-    config, plan = setup.config, setup.plan
-
-    def with_adapters(model: Decoder) -> None:
-        if adapters:
-            model.add_lora(config.lora_rank, LORA_ALPHA, config.seed)
-        parallel.shard(model, plan.dtype)
-
-    gc.collect()  # weights that were in use before are in reference cycles
-    stored = plan.dtype if adapters else torch.float32
-    model = Decoder.from_pretrained(start.weights, stored, DEVICE, with_adapters)
-    model.recompute = plan.recompute
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    # Fused: the other kinds hold temporary copies of all weights.
-    optimizer = AdamW(
-        trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    if start.adapter:
-        hf.load_adapter(model, start.adapter, start.weights)
-    if start.optimizer:
-        checkpoint.load_optimizer(model, optimizer, start.optimizer)
-    return model, optimizer
-
-
-def make_sampler(setup: Setup, model: Decoder) -> Sampler:
-    """A copy with merged adapters is faster than the adapters beside the weights."""
-    plan = setup.plan
-    return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
-                   batch=MOST_REQUESTS[plan.device], window=plan.window, dtype=plan.dtype,
-                   copy=setup.config.lora_rank > 0 and not plan.apart)
-
-
-def reference_of(setup: Setup) -> Decoder | None:
-    """The policy that GRPO started from, for a KL term. With adapters it is the model with
-    its adapters off, so nothing is loaded."""
-    if not setup.config.kl or setup.config.lora_rank:
-        return None
-    def frozen(model: Decoder) -> None:
-        model.requires_grad_(False)
-        parallel.shard(model, setup.plan.dtype)
-
-    return Decoder.from_pretrained(
-        setup.run.path("warmup"), setup.plan.dtype, DEVICE, frozen)
 
 
 if __name__ == "__main__":

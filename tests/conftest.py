@@ -54,17 +54,18 @@ def short_run(tmp_path_factory):
     """A finished short run from nothing, of a smaller model: init, warmup, final."""
     import tasks
     import train
-    from rlm import load_config, tiny_rlm
+    from rlm import load_config
+    from training import setup
 
     out = tmp_path_factory.mktemp("run") / "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "TINY_MODEL", SMALL_MODEL)
-        patch.setattr(train, "TOKENIZER_TREES", 32)
+        patch.setattr(setup, "TINY_MODEL", SMALL_MODEL)
+        patch.setattr(setup, "TOKENIZER_TREES", 32)
         assert FLAT in command(train, patch, *SHORT, "--out", out)
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"
         config = load_config(path.parent)
-        assert config == replace(tiny_rlm(tasks.load("notes")), task="notes")
+        assert config == replace(setup.tiny_rlm(tasks.load("notes")), task="notes")
         # A model that learnt nothing writes until it is stopped. Here that is soon.
         replace(config, turn_tokens=16).save(path)
     return out

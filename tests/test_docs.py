@@ -15,6 +15,7 @@ import eval as evaluation
 import rlm
 import train
 from conftest import FLAT, SHORT, SMALL_MODEL, command
+from training import setup
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -143,8 +144,8 @@ def trained(elsewhere):
     [arguments] = commands("train", "rooms.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(elsewhere)
-        patch.setattr(train, "TINY_MODEL", SMALL_MODEL)
-        patch.setattr(train, "TOKENIZER_TREES", 32)
+        patch.setattr(setup, "TINY_MODEL", SMALL_MODEL)
+        patch.setattr(setup, "TOKENIZER_TREES", 32)
         assert FLAT in command(train, patch, *arguments, *SHORT)
     return elsewhere / "runs" / "rooms"
 

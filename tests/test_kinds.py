@@ -11,7 +11,7 @@ import pytest
 
 import tasks
 from engine.parallel import World
-from rlm import RLMConfig, collect, jobs, rollout, tiny_rlm
+from rlm import RLMConfig, collect, jobs, rollout
 from tasks import NAMES, Task, deep, load, make, notes, oolong, qa, question, reward
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
@@ -203,13 +203,13 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     """Every pair of scripts with one level, the right one with two, in the tiny model's
     limits, where completions read without a mistake."""
-    import train
+    from training import setup
 
-    config = tiny_rlm(tasks.load("deep"))
-    trees = train.scripted_trees(made("deep", 32), None, config, "tokenizer", World())
+    config = setup.tiny_rlm(tasks.load("deep"))
+    trees = setup.scripted_trees(made("deep", 32), None, config, "tokenizer", World())
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
-    tokenizer = Tokenizer.train(texts, train.TINY_VOCABULARY)
+    tokenizer = Tokenizer.train(texts, setup.TINY_VOCABULARY)
     questions = made("deep", 4)
 
     def play_each(depth, *names):

@@ -25,7 +25,7 @@ from engine.parallel import World, full_tensor
 from model import Decoder, DecoderConfig
 from tasks.questions import Questions
 from tokenizer import Tokenizer
-from training import checkpoint, steady
+from training import checkpoint, setup, steady
 from training.run import Run
 from tree import Node, Rollout, Turn
 
@@ -47,7 +47,7 @@ def make_model(path):
         torch.nn.init.constant_(net.linear_attn.A_log, -2.0)  # it forgets slowly
     model.save_pretrained(path)
     tokenizer.save(path)
-    rlm.TINY_RLM.save(f"{path}/rlm.json")
+    setup.TINY_RLM.save(f"{path}/rlm.json")
 
 
 SHORT_STEP = 1  # which is shortened as often as can be
@@ -244,7 +244,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
         plan = Mock(config=Mock(hidden_size=8), window=9)
         nodes = train.warm_up_nodes(Mock(
             config=train.Config(warmup_steps=1), plan=plan, run=Mock(world=world), saved=[],
-            questions=questions, rlm_config=rlm.tiny_rlm(questions.kind)))
+            questions=questions, rlm_config=setup.tiny_rlm(questions.kind)))
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(rlm, "collect", collect)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train
 from engine import attention, delta, plan
 from engine.attention import PackedRows
 from engine.hf import FAMILIES
@@ -14,6 +13,7 @@ from engine.parallel import World
 from engine.plan import Plan
 from grpo import Row
 from model import Decoder, DecoderConfig
+from training import setup
 
 QWEN3_4B = DecoderConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = DecoderConfig(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
@@ -164,11 +164,11 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
 
 
 def test_a_card_runs_more_requests_at_once_than_windows_are_planned(monkeypatch):
-    monkeypatch.setattr(train, "Sampler", lambda *_, **given: given)
+    monkeypatch.setattr(setup, "Sampler", lambda *_, **given: given)
     for device, batch in (("cuda", 192), ("cpu", 96)):
         config, plan = SimpleNamespace(lora_rank=0), of(device=device, have=10 ** 13)
         run = SimpleNamespace(world=World())
-        given = train.make_sampler(SimpleNamespace(config=config, plan=plan, run=run), None)
+        given = setup.make_sampler(SimpleNamespace(config=config, plan=plan, run=run), None)
         assert (given["batch"], given["memory"]) == (batch, 96 * plan.window_bytes)
 
 

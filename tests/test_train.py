@@ -30,7 +30,7 @@ from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
-from training import checkpoint, settings, steady
+from training import checkpoint, settings, setup, steady
 from training.metrics import Clock
 from training.run import Run
 from tree import Rollout, read_rollouts
@@ -196,7 +196,7 @@ def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     task = tasks.make(tasks.load("notes"), random.Random(0))
-    config = rlm.tiny_rlm(tasks.load("notes"))
+    config = setup.tiny_rlm(tasks.load("notes"))
     trees = train.scripted_trees([task] * 8, tokenizer, config, 0, World())
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
@@ -309,7 +309,7 @@ def test_lengths_that_a_kind_cannot_have_are_left_out():
 
 
 def test_without_children_scripts_call_nobody():
-    config = evaluation.rlm_config_of("rlm0", rlm.tiny_rlm(tasks.load("notes")))
+    config = evaluation.rlm_config_of("rlm0", setup.tiny_rlm(tasks.load("notes")))
     questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
     trees = train.scripted_trees(questions, None, config, 0, World())
     written = [turn.text for tree in trees for turn in tree.root.turns
@@ -503,7 +503,7 @@ def test_a_run_that_cannot_fit_stops_before_loading(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(Decoder, "from_pretrained", never)
-    monkeypatch.setattr(train, "free_memory", lambda world: 1 << 20)
+    monkeypatch.setattr(setup, "free_memory", lambda world: 1 << 20)
     message = command(train, monkeypatch, "--model", short_run / "final", "--out",
                       tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
