@@ -2,7 +2,7 @@
 
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
-    python eval.py --policy oracle --tasks niah --lengths 128000     a script, no model
+    python eval.py --policy oracle --tasks notes --lengths 128000     a script, no model
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine

@@ -6,7 +6,6 @@
     deep         one meaning per paragraph, two levels   F1 over the meanings
                  of children are needed to find all
     qa           a person's question about texts         SQuAD's F1 over words
-    niah         a number hidden in filler (RULER)       share of the references contained
     oolong       label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
 
 A kind is a module with two functions:
@@ -33,7 +32,7 @@ from typing import Any
 import util
 from tasks import in_repl
 
-NAMES = ("notes", "evidence", "deep", "qa", "niah", "oolong")
+NAMES = ("notes", "evidence", "deep", "qa", "oolong")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,6 @@ ROWS = {
                  "evidence": [{"paperId": "p", "selections": [{"text": "Some text."}]}]},
     "oolong": {"question": "q", "context_window_text": "c", "answer": "[7]",
                "answer_type": "ANSWER_TYPE.NUMERIC"},
-    "niah": {"input": "c\nq", "outputs": ["7"]},
 }
 
 
@@ -140,8 +139,6 @@ def test_odd_rows_are_left_out(kind, tmp_path, capsys):
     odd_rows += [row | {"answer": text} for text in ("[entity", "5", "[]", "['many']")]
     if kind == "evidence":
         odd_rows += [row | {"papers": ["a"]}, row | {"evidence": ["x"]}]
-    if kind == "niah":
-        odd_rows += [row | {"outputs": [1]}, row | {"outputs": []}]
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(one) for one in (*odd_rows, row)] + ["[" * 100_000]
     path.write_text("\n".join(lines))

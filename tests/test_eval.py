@@ -139,7 +139,7 @@ def test_the_line_of_training_has_the_tasks_own_score(capsys):
 
 # --- a second start -----------------------------------------------------------------------
 
-FLAGS = ["--policy", "oracle", "--tasks", "niah,oolong", "--lengths", "2000", "--n", 3,
+FLAGS = ["--policy", "oracle", "--tasks", "evidence,oolong", "--lengths", "2000", "--n", 3,
          "--methods", "rlm1,rlm0"]
 
 

@@ -33,12 +33,6 @@ def made(kind, n=1, tokens=2_000):
 # (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
 # does not: an answer has to be the answer, in any JSON form that holds nothing else.
 SCORES = [
-    # RULER, arXiv 2404.06654, table 2: S-NIAH, MK-NIAH, MV-NIAH, MQ-NIAH
-    ("niah", ["12345"], {1: ["12345", 12345, "The special magic number for long-context "
-                             "mentioned in the provided text is 12345."],
-                         0: ["54321", "1" * 512 + "12345"]}),
-    # RULER, scripts/eval/synthetic/constants.py, string_match_all
-    ("niah", ["VARA", "VARB", "VARC", "VARD", "VARE"], {0.8: ["vara, varb, varc, vard"]}),
     # OOLONG, abertsch72/oolong src/eval/eval_helpers.py at 5c8113e and arXiv 2511.02817:
     # exact match, score(y^) = 0.75 ** |y - y^|; examples as in the tests of Ovid/shesa
     # (tests/unit/test_oolong_scoring.py)

@@ -69,10 +69,10 @@ def test_a_file_is_a_task_like_ours(letters):
     assert space["count"]("Banana") == 3
 
 
-def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file():
-    for kind, played in (("niah", "niah"), ("evidence", "row")):
+def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file(letters):
+    for kind, played in ((letters, "letters"), ("evidence", "row")):
         questions = Questions(tasks.load(kind), heldout=1)
-        questions.rows = [Task("row-1", kind, "q", {}, {})]
+        questions.rows = [Task("row-1", "", "q", {}, {})]
         assert questions.draw("warmup", 0).id.startswith(played)
         assert questions.draw("grpo", 0) is questions.rows[0]
 
@@ -138,13 +138,6 @@ ROWS = {  # a row of each schema, and what becomes of it: (row, query, context, 
                   {"paperId": "p", "selections": [{"text": " Some text."}]}]}, "Why?",
                  {"p": "### PAPER: T\n<abstract>A</abstract>\nSome text. More."},
                  {"p": ["Some text."]}),
-    # a data point of RULER as in Moenupa/VTCBench data/README.md
-    "niah": ({"index": 2169, "input": "A special magic number is hidden within the "
-              "following text.\nSome text.\nWhat is the special magic number for "
-              "jittery-hospital mentioned in the provided text?", "outputs": ["5437923"]},
-             "What is the special magic number for jittery-hospital mentioned in the "
-             "provided text?", "A special magic number is hidden within the following "
-             "text.\nSome text.", ["5437923"]),
     "oolong": ({"id": 810080042, "context_window_text": "Date: Sep 06, 2023 || User: 14512 "
                 "|| Instance: What is a tonne ?", "question": "Which?", "answer":
                 "[datetime.date(2023, 1, 6)]", "answer_type": "ANSWER_TYPE.DATE"}, "Which?",
@@ -174,8 +167,8 @@ def selection(text, of="p"):
 @pytest.mark.parametrize("kind, changes, field", [
     ("evidence", {"question": 3}, "question"), ("evidence", {"evidence": []}, "evidence"),
     ("evidence", selection("Some text.", of="q"), "paperId"),
-    ("evidence", selection("Somé text."), "text"), ("niah", {"outputs": "54"}, "outputs"),
-    ("oolong", {"answer": 5}, "answer")], ids=lambda value: str(value)[:40])
+    ("evidence", selection("Somé text."), "text"), ("oolong", {"answer": 5}, "answer")],
+    ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
         tmp_path, kind, changes, field, capsys):
     good = ROWS[kind][0]
@@ -222,7 +215,7 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
         assert len(held) == min(128, max(1, n // 5)) and train
         assert (train, held) == split(every)
     assert [t.id for t in train] != sorted((t.id for t in train), key=int)  # shuffled
-    same = [Task(str(i), "niah", "q", "one text", []) for i in range(9)]
+    same = [Task(str(i), "oolong", "q", "one text", []) for i in range(9)]
     assert [len(side) for side in split(same)] == [8, 1]  # they all hang together
     for few in ([], every[:1]):
         with pytest.raises(ValueError, match="nothing can be held out"):
