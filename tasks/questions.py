@@ -79,13 +79,10 @@ class Questions:
     def described(self) -> str:
         """For people: how many there are, how long, and what their gold answers score."""
         asked = self.rows or [self.draw("grpo", i) for i in range(100)]
-        sizes = sorted(about(as_text(task.context)) for task in asked)
-        low, middle, high = (sizes[round(share * (len(sizes) - 1))]
-                             for share in (0.05, 0.5, 0.95))
+        longest = max(about(as_text(task.context)) for task in asked)
         lines = [f"{len(self.rows) or 'generated'} questions to train on, "
-                 f"{len(self.validation)} for validation, {len(self.heldout)} held out",
-                 f"contexts of about {middle:,} tokens: 5 % under {low:,}, 5 % over "
-                 f"{high:,}, the longest {sizes[-1]:,}"]
+                 f"{len(self.validation)} for validation, {len(self.heldout)} held out; "
+                 f"contexts of at most about {longest:,} tokens"]
         if hasattr(self.kind, "score"):
             right = getattr(self.kind, "right_answer", lambda task: task.answer)
             scores = [tasks.reward(task, right(task)) for task in asked]
