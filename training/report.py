@@ -19,6 +19,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from repl import cut
+from tasks.text import as_text
 from training.metrics import shares
 from tree import Node, Rollout, Turn
 
@@ -171,7 +173,4 @@ def rounded(value: float | None) -> float | None:
 
 def shown(value: Any) -> str:
     """A value as text, cut to MOST_TEXT."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if len(text) <= MOST_TEXT:
-        return text
-    return f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters"
+    return cut(as_text(value), MOST_TEXT)
