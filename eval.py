@@ -13,7 +13,6 @@ Left out: several answers per question (pass@k), and differences of two models.
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import os
 import sys
@@ -22,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import engine  # before torch: it says how torch's threads wait
@@ -38,8 +36,8 @@ from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from training import report
 from training.scores import differences, record_of, summary, trained_as
-from tree import Completion, Node, Rollout, from_row, write_rollouts
-from util import MISREAD, write_text
+from tree import Completion, Node, Rollout, write_rollouts
+from util import write_text
 
 # The last three are in baselines/methods.py.
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
@@ -94,9 +92,8 @@ def read_flags() -> argparse.Namespace:
     add("--n", type=int, default=128, help="questions per kind and length (default 128)")
     add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
     add("--reward", help="file.py or file.py:function that scores in place of the task")
-    add("--out", help="write each answer to this JSONL file, and ask only what it lacks")
     add("--html", help="write the report, one page, to this file")
-    add("--save", help="write the trees to this JSONL file")
+    add("--save", help="write the trees to this JSONL file, after each line of the table")
     args = parser.parse_args()
     if not (args.model or args.policy or args.api and args.api_model):
         parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
@@ -105,25 +102,6 @@ def read_flags() -> argparse.Namespace:
     for unknown in set(args.methods or ()) - set(METHODS):
         parser.error(f"there is no method {unknown}")
     return args
-
-
-def earlier_answers(path: str, settings: dict) -> dict[tuple, tuple]:
-    """Begin a file of --out, or read what is in it: {(kind, length, method, number of the
-    question): (record, rollout)}. Raises ValueError if its first line has other settings."""
-    lines, answers = [json.dumps(settings)], {}
-    try:
-        if os.path.exists(path):
-            *lines, _ = Path(path).read_text().split("\n")  # a kill may cut the last
-        first, *rows = map(json.loads, lines)
-        for row in rows:
-            name, rollout = tuple(row.pop("name")), from_row(row.pop("tree"), Task)
-            answers[name] = row, rollout
-    except MISREAD:
-        raise ValueError(f"{path} was not written by --out") from None
-    if first != settings:
-        raise ValueError(f"{path} was written by another command: name another --out")
-    write_text(path, "".join(line + "\n" for line in lines))
-    return answers
 
 
 def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None) -> list:
@@ -162,7 +140,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Put to every method every question that --out lacks, and print the scores."""
+    """Put every question to every method, and print the scores."""
     tokenizer = None
     config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
     own = config.task
@@ -173,7 +151,7 @@ def measure(args: argparse.Namespace) -> None:
     for name in kinds:
         for function in filter(None, (args.policy, not args.reward and "score")):
             util.function_of(kinds[name], function)
-    for path in filter(None, (args.save, args.html, args.out)):
+    for path in filter(None, (args.save, args.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
     score = util.load_function(args.reward, "score") if args.reward else tasks.reward
@@ -187,49 +165,40 @@ def measure(args: argparse.Namespace) -> None:
         config, tokenizer, policy = model.config, model.tokenizer, model.policy
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
-    settings = {name: value for name, value in vars(args).items()
-                if name not in ("out", "html", "save")}
-    answers = earlier_answers(args.out, settings) if args.out else {}
 
-    async def one(name: tuple, task: Task) -> None:
+    async def one(cell: tuple, number: int, task: Task) -> tuple[dict, Rollout]:
         chosen = policy
         if args.policy:
             oracle = kinds[task.kind].oracle
             chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
-        record, rollout = await answer(name[2], task, chosen, tokenizer, config,
-                                       (args.seed, *name), score)
-        rollout = replace(rollout, task=replace(task, context=None))  # which a seed gives
-        answers[name] = record, rollout
-        if args.out:
-            row = {"name": name, **record, "tree": rollout}
-            with open(args.out, "a", encoding="ascii") as file:
-                print(json.dumps(row, default=vars), file=file)
+        record, rollout = await answer(cell[2], task, chosen, tokenizer, config,
+                                       (args.seed, *cell, number), score)
+        # A seed gives the context again.
+        return record, replace(rollout, task=replace(task, context=None))
 
     print(report.HEAD)
-    cells, rows, asked = {}, [], []
+    cells, rows, trees = {}, [], {}
     for cell in itertools.product(kinds, args.lengths, args.methods):
         questions = questions_of(args, kinds[cell[0]], cell[1])
-        names = [(*cell, i) for i in range(len(questions))]
-        asked += names
-        todo = [(name, task) for name, task in zip(names, questions)
-                if name not in answers or answers[name][1].failed
-                or answers[name][1].task.id != task.id]
-        asyncio.run(side_by_side(one, todo, at_once, f"{cell[0]} {cell[2]}"))
-        cells[cell] = {name[3]: answers[name][0] for name in names}
-        rows.append(summary(list(cells[cell].values()), *cell))
+        todo = [(cell, number, task) for number, task in enumerate(questions)]
+        label = f"{cell[0]} {cell[2]}"
+        answers = asyncio.run(side_by_side(one, todo, at_once, label))
+        cells[cell] = [record for record, _ in answers]
+        rows.append(summary(cells[cell], *cell))
         print(report.table_line(rows[-1]))
-        for why in sorted({r["failed"] for r in cells[cell].values()} - {""})[:3]:
+        for why in sorted({record["failed"] for record in cells[cell]} - {""})[:3]:
             print(f"  failed: {why:.200}")
+        name = " ".join(str(part) for part in cell if part is not None)
+        trees |= {f"{name} {i}": rollout for i, (_, rollout) in enumerate(answers)}
+        if args.save:
+            write_rollouts(args.save, trees.values())
 
     pairs = differences(cells)
     for pair in pairs:
         print(report.difference_line(pair))
-    # In the order of the questions: answers came in the order in which trees ended.
-    trees = {" ".join(str(part) for part in name if part is not None): answers[name][1]
-             for name in asked}
-    if args.save:
-        write_rollouts(args.save, trees.values())
     if args.html:
+        settings = {name: value for name, value in vars(args).items()
+                    if name not in ("html", "save")}
         packed = report.pack(trees.items(), tokenizer)
         write_text(args.html, report.page("Evaluation", settings, rows, {"": packed},
                                           differences=pairs))
@@ -243,7 +212,7 @@ def main() -> None:
     try:
         measure(args)
     except KeyboardInterrupt:
-        sys.exit("eval.py: interrupted; with --out the same command goes on")
+        sys.exit("eval.py: interrupted")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:
         if util.is_theirs(error):
             raise

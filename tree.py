@@ -173,17 +173,13 @@ def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
     with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
         for number, line in enumerate(file, 1):
             try:
-                rollouts.append(from_row(json.loads(line), task_type))
+                row = json.loads(line)
+                task, root = task_type(**row["task"]), _node(row["root"])
+                rollouts.append(Rollout(**row | {"task": task, "root": root}))
             except MISREAD as error:
                 where = f"{path} line {number}"
                 raise ValueError(f"{where}: not a rollout ({error!r:.200})") from None
     return rollouts
-
-
-def from_row(row: dict, task_type=dict) -> Rollout:
-    """The rollout with these fields. Raises KeyError or TypeError if they are others."""
-    task, root = task_type(**row["task"]), _node(row["root"])
-    return Rollout(**row | {"task": task, "root": root})
 
 
 def _node(row: dict) -> Node:

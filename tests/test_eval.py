@@ -1,5 +1,4 @@
-"""Statistics, and the command line that resumes."""
-import json
+"""Statistics, and the command line."""
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,11 +30,6 @@ def command(monkeypatch, capsys):
     return run
 
 
-def answers(path):
-    """The lines of a file of --out, without the one of the settings."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()[1:]]
-
-
 # --- statistics ---------------------------------------------------------------------------
 
 def record(score, failed="", seconds=1.0, end="final"):
@@ -57,9 +51,9 @@ def test_differences_are_paired_and_skip_what_either_lost():
     however much the questions differ."""
     rng = random.Random(0)
     base = [rng.random() * 0.9 for _ in range(50)]
-    a = {i: record(s + 0.1) for i, s in enumerate(base)} | {50: record(0.0, "lost")}
-    b = {i: record(s) for i, s in enumerate(base)} | {50: record(1.0), 51: record(1.0)}
-    cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): {0: record(0.0)}}
+    a = [*(record(s + 0.1) for s in base), record(0.0, "lost")]
+    b = [*(record(s) for s in base), record(1.0)]
+    cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): [record(0.0)]}
     d, = scores.differences(cells)
     assert (d["a"], d["b"], d["n"]) == ("a", "b", 50)
     assert d["difference"] == pytest.approx(0.1)
@@ -84,24 +78,23 @@ def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
 # --- the command line ---------------------------------------------------------------------
 
 def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
-    kinds = [name for name in tasks.NAMES if name not in ("deep", "qa")]
+    kinds = ["notes", "evidence"]
     message, text = command("--policy", "oracle", "--tasks", ",".join(kinds), "--lengths",
-                            "2k,4000", "--n", 2, "--out", tmp_path / "r.jsonl",
-                            "--save", tmp_path / "trees.jsonl")
-    found = answers(tmp_path / "r.jsonl")
-    assert message is None and [row["score"] for row in found] == [1.0] * 4 * len(kinds)
-    table = [line.split() for line in text.splitlines()[1:]]
-    lengths = [int(line[2].replace(",", "")) for line in table]
-    assert [round(length, -3) for length in lengths] == [2000, 4000] * len(kinds)
-    assert {line[1] for line in table} == {"rlm1"}
-    # --save lists the trees in the order of the questions, --out as they end.
-    found.sort(key=lambda row: (kinds.index(row["name"][0]), *row["name"][1:]))
-    for row, tree in zip(found, read_rollouts(tmp_path / "trees.jsonl", Task), strict=True):
-        nodes = list(tree.root.walk())
+                            "2k,4000", "--n", 2, "--save", tmp_path / "trees.jsonl",
+                            "--html", tmp_path / "r.html")
+    trees = read_rollouts(tmp_path / "trees.jsonl", Task)
+    assert message is None and [tree.reward for tree in trees] == [1.0] * 8
+    assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 8
+    table = [line.replace(",", "").split() for line in text.splitlines()[1:]]
+    assert [row[:2] for row in table] == [["notes", "rlm1"]] * 2 + [["evidence", "rlm1"]] * 2
+    assert [round(int(row[2]), -3) for row in table] == [2000, 4000] * 2
+    for row, i in zip(table, range(0, 8, 2)):
+        pair = trees[i:i + 2]
+        nodes = [node for tree in pair for node in tree.root.walk()]
         said = [t for n in nodes for t in n.turns if t.role == "assistant"]
-        assert (row["id"], row["nodes"]) == (tree.task.id, len(nodes))
-        assert row["out"] == sum(len(turn.text) // 4 for turn in said)
-        assert tree.task.context is None  # its seed makes it again
+        assert float(row[10]) == len(nodes) / 2
+        assert int(row[9]) == round(sum(len(turn.text) // 4 for turn in said) / 2)
+        assert pair[0].task.context is None  # its seed makes it again
 
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
@@ -122,10 +115,11 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
 
 def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_path):
     (tmp_path / "half.py").write_text("score = lambda task, answer, root: root.score / 2")
-    flags = ["--policy", "oracle", "--n", 2, "--out", tmp_path / "r.jsonl"]
-    message, text = command(*flags, "--reward", tmp_path / "half.py")
+    message, text = command("--policy", "oracle", "--n", 2, "--save",
+                            tmp_path / "trees.jsonl", "--reward", tmp_path / "half.py")
     assert message is None and text.splitlines()[1].endswith("  own score 1.000")
-    assert [(r["score"], r["own"]) for r in answers(tmp_path / "r.jsonl")] == [(0.5, 1)] * 2
+    trees = read_rollouts(tmp_path / "trees.jsonl", Task)
+    assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
 
 def test_the_line_of_training_has_the_tasks_own_score(capsys):
@@ -137,62 +131,15 @@ def test_the_line_of_training_has_the_tasks_own_score(capsys):
     assert "validation: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
 
 
-# --- a second start -----------------------------------------------------------------------
-
-FLAGS = ["--policy", "oracle", "--tasks", "evidence,oolong", "--lengths", "2000", "--n", 3,
-         "--methods", "rlm1,rlm0"]
-
-
-def test_a_run_killed_anywhere_asks_only_what_is_missing_and_has_the_same_results(
-        command, tmp_path, monkeypatch):
-    """The file is cut at any byte, as a kill may leave it."""
-    complete, part = tmp_path / "complete.jsonl", tmp_path / "part.jsonl"
-    assert command(*FLAGS, "--out", complete)[0] is None
-    whole = complete.read_bytes()
-    cut_at = random.Random(0).randrange(whole.index(b"\n") + 1, len(whole))
-    part.write_bytes(whole[:cut_at])
-    kept = whole[:cut_at].count(b"\n") - 1
-
-    asked, real = [], evaluation.answer
-
-    async def note(method, task, *args, **more):
-        asked.append((task.kind, method, task.id))
-        return await real(method, task, *args, **more)
-
-    monkeypatch.setattr(evaluation, "answer", note)
-    assert command(*FLAGS, "--out", part, "--html", tmp_path / "r.html")[0] is None
-    assert len(asked) == 12 - kept == len(set(asked))
-    assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 12
-
-    def results(path):
-        return sorted((row["name"], row["id"], row["score"]) for row in answers(path))
-
-    assert results(part) == results(complete)
-
-
-def test_the_file_of_another_command_is_refused_and_left_as_it_is(command, tmp_path):
-    path = tmp_path / "r.jsonl"
-    assert command("--policy", "oracle", "--n", 1, "--out", path)[0] is None
-    before = path.read_bytes()
-    message, _ = command("--policy", "oracle", "--n", 2, "--out", path)
-    assert "written by another command" in message and "\n" not in message
-    assert path.read_bytes() == before
-
-
-def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypatch):
+def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     async def refuse(*args, **more):
         raise REPLError("no process left")
 
-    flags = ["--policy", "oracle", "--n", 2, "--out", tmp_path / "r.jsonl",
-             "--html", tmp_path / "r.html"]
-    with monkeypatch.context() as patch:
-        patch.setattr(rlm, "rollout", refuse)
-        message, text = command(*flags)
+    monkeypatch.setattr(rlm, "rollout", refuse)
+    message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
     assert text.splitlines()[1].split()[:5] == ["notes", "rlm1", "-", "0", "2"]
     assert "failed: REPLError('no process left')" in text
-    message, text = command(*flags)  # what failed is asked again
-    assert message is None and text.splitlines()[1].split()[3:6] == ["2", "0", "1.000"]
 
 
 @pytest.mark.parametrize("args, says", [
@@ -200,8 +147,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, tmp_path, monkeypa
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
-    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
-    (["--policy", "oracle", "--out", __file__], "was not written by")])
+    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()

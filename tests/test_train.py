@@ -153,10 +153,10 @@ def test_real_text_trains_and_is_evaluated(short_run, tmp_path, monkeypatch):
         train, monkeypatch, *SHORT, "--data", DATA, "--out", out, "--model",
         short_run / "warmup", "--warmup-steps", 0, "--steps", 1)
     assert json.loads((out / "result.json").read_text())["heldout_n"] == 1
-    answers = tmp_path / "answers.jsonl"
+    saved = tmp_path / "trees.jsonl"
     assert command(evaluation, monkeypatch, "--model", out / "final", "--data", DATA,
-                   "--split", "all", "--n", 3, "--out", answers) is None
-    assert len(answers.read_text().splitlines()) == 1 + 3
+                   "--split", "all", "--n", 3, "--save", saved) is None
+    assert len(saved.read_text().splitlines()) == 3
 
 
 def test_tokens_end_a_run_and_the_best_weights_and_each_checkpoint_can_be_opened(

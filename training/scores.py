@@ -65,14 +65,16 @@ def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def differences(cells: dict[tuple, dict[int, dict]]) -> list[dict]:
+def differences(cells: dict[tuple, list[dict]]) -> list[dict]:
     """For each two methods the mean difference of their scores, question by question, with
-    its 95 % interval. `cells`: {(task, length, method): {question: record}}."""
+    its 95 % interval. `cells`: {(task, length, method): records}."""
     rows = []
     for (one, a), (two, b) in itertools.combinations(cells.items(), 2):
-        both = [i for i in a if i in b and not a[i]["failed"] and not b[i]["failed"]]
-        if one[:2] == two[:2] and both:
-            gaps = [a[i]["score"] - b[i]["score"] for i in both]
+        if one[:2] != two[:2]:
+            continue
+        gaps = [x["score"] - y["score"] for x, y in zip(a, b, strict=True)
+                if not x["failed"] and not y["failed"]]
+        if gaps:
             low, high = interval(gaps, least=-1.0)
             rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
                          "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
