@@ -1,27 +1,27 @@
-"""The decoder, the log-probabilities of its tokens, and LoRA.
+"""The decoder and the log-probabilities of its tokens.
 
 A Llama block is pre-norm, with grouped-query attention, SwiGLU and rotary positions. Qwen2
 (also 2.5) adds biases to the queries, keys and values. Qwen3 has no biases, but an RMSNorm
 on every query and key head before the rotation. Qwen3.5 is a hybrid: three of four layers
 are a gated delta net (engine/delta.py); the fourth has attention with an output gate, which
-rotates a quarter of each head. Parameters have the names of the Hugging Face checkpoints,
-so a trained model loads in transformers or vLLM.
+rotates a quarter of each head. Which family does what is a table in engine/hf.py.
+Parameters have the names of the Hugging Face checkpoints, so a trained model loads in
+transformers or vLLM. LoRA is in engine/lora.py.
 
 Left out: dropout, sliding windows, rope scaling, quantised and mixture-of-experts
 checkpoints; engine/hf.py refuses them by name. Tried and failed: float16, whose update is
-slower than float32 on a CPU; TinyLoRA with 13 numbers, which learned nothing.
+slower than float32 on a CPU.
 
 Sources: Llama (arXiv 2302.13971), Qwen2 and Qwen3 (2407.10671, 2505.09388), RoPE
 (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), Gated DeltaNet (2412.06464), Qwen3.5
-(qwen3_5 in transformers), LoRA (2106.09685), LoRA Without Regret (Thinking Machines, 2025).
+(qwen3_5 in transformers).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head_dim, M width of
-the MLP, V vocabulary, N sampled tokens of a batch, R rank.
+the MLP, V vocabulary, N sampled tokens of a batch.
 """
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,12 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import hf
 from engine.attention import PackedRows, Rows, gather, linear_float32
-from engine.device import DEVICE, compute_dtype, wide
-from engine.parallel import full_tensor, local_share
+from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, wide
+from engine.lora import Adaptable, Linear
+from engine.parallel import local_share
 from util import write_json
 
-# Float32 logits at a time; those of 32k tokens of Qwen3 would take 20 GB.
-LOGITS_BYTES = 1 << (30 if torch.cuda.is_available() else 27)
+LOGITS_BYTES = LARGEST_LOGITS[DEVICE]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     model_type: str = "qwen3"
-    hidden_act: str = "silu"
-    # Of hybrids.
+    # The rest is for hybrids.
     layer_types: list[str] | None = None
     partial_rotary_factor: float | None = None
     linear_conv_kernel_dim: int | None = None
@@ -71,8 +70,13 @@ class DecoderConfig:
         return cls(**{name: raw[name] for name in cls.__dataclass_fields__ if name in raw})
 
     @property
+    def family(self) -> hf.Family:
+        """What this decoder does otherwise than a Llama."""
+        return hf.FAMILIES[self.model_type]
+
+    @property
     def is_linear(self) -> list[bool]:
-        """Of each layer: is it a delta net?"""
+        """For each layer, whether it is a delta net."""
         types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         return [kind == "linear_attention" for kind in types]
 
@@ -100,8 +104,8 @@ class Block(nn.Module):
 
 
 def norm(config: DecoderConfig, size: int) -> nn.RMSNorm:
-    hybrid = config.model_type == "qwen3_5_text"
-    return (OffsetNorm if hybrid else nn.RMSNorm)(size, config.rms_norm_eps)
+    kind = OffsetNorm if config.family.offset_norm else nn.RMSNorm
+    return kind(size, config.rms_norm_eps)
 
 
 class OffsetNorm(nn.RMSNorm):
@@ -121,14 +125,13 @@ class Attention(nn.Module):
         D, E = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.layer, self.head_dim = layer, E
-        bias = config.model_type == "qwen2"
-        self.gated = config.model_type == "qwen3_5_text"
+        bias, self.gated = config.family.bias, config.family.output_gate
         self.q_proj = Linear(D, (1 + self.gated) * H * E, bias)
         self.k_proj = Linear(D, K * E, bias)
         self.v_proj = Linear(D, K * E, bias)
         self.o_proj = Linear(H * E, D)
         self.q_norm = self.k_norm = nn.Identity()
-        if config.model_type in ("qwen3", "qwen3_5_text"):
+        if config.family.head_norm:
             self.q_norm, self.k_norm = norm(config, E), norm(config, E)
 
     def forward(self, x: Tensor, rope, rows) -> Tensor:
@@ -225,14 +228,13 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-class Decoder(nn.Module):
+class Decoder(Adaptable):
     """Logits from ids: a Qwen3.5, Qwen3, Qwen2 or Llama, by config.model_type."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
         self.recompute = False  # activation checkpointing by layer
-        self.rank = 0  # of the adapters; 0 without
         self.model = nn.ModuleDict({
             "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(
@@ -291,71 +293,6 @@ class Decoder(nn.Module):
         chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
 
-    # --- LoRA -----------------------------------------------------------------------------
-
-    def adapted(self) -> list[tuple[str, "Linear"]]:
-        """(name, layer) of the linear layers with adapters: all but the head and the two
-        small ones of a delta net."""
-        return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
-
-    def adapters(self) -> dict[str, Tensor]:
-        return {name: w for name, w in self.named_parameters() if "lora_" in name}
-
-    def weights(self) -> dict[str, Tensor]:
-        """All but the adapters. Of two tied weights only embed_tokens is there."""
-        return {name: w for name, w in self.named_parameters() if "lora_" not in name}
-
-    def add_lora(self, rank: int, alpha: float, seed: int = 0) -> "Decoder":
-        """Freeze all weights and add float32 adapters. They change no output at first. With
-        A uniform in +-1/sqrt(inputs) the best learning rate hardly depends on the rank."""
-        generator = torch.Generator().manual_seed(seed)
-        self.requires_grad_(False)
-        self.rank, self.alpha = rank, alpha
-        for _, layer in self.adapted():
-            bound = layer.in_features ** -0.5
-            A = torch.empty(rank, layer.in_features).uniform_(
-                -bound, bound, generator=generator)
-            B = torch.zeros(layer.out_features, rank)
-            # Adapters have values even if the weights are on meta.
-            device = "cpu" if layer.weight.is_meta else layer.weight.device
-            layer.lora_A = nn.Parameter(A.to(device))
-            layer.lora_B = nn.Parameter(B.to(device))
-            layer.scale = alpha / rank
-        return self
-
-    @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Inside `with`, the model is the one before LoRA: the reference of the KL."""
-        for _, layer in self.adapted():
-            layer.adapter_on = False
-        try:
-            yield
-        finally:
-            for _, layer in self.adapted():
-                layer.adapter_on = True
-
-    @torch.no_grad()
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight) of a plain model that computes the same, in its order. An adapted
-        weight is a new float32 tensor, the others are this model's own. With sharded
-        weights all are new, and all ranks have to iterate."""
-        layers = {f"{name}.weight": layer for name, layer in self.adapted()}
-        for name, weight in self.weights().items():
-            weight = full_tensor(weight.detach())
-            if self.rank and name in layers:
-                layer = layers[name]
-                product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
-                weight = weight.float() + layer.scale * product
-            yield name, weight
-
-    def merged_copy(self, dtype: torch.dtype | None = None) -> "Decoder":
-        """A frozen plain model that computes the same, in new memory and in `dtype`."""
-        with torch.device("meta"):
-            copy = Decoder(self.config)
-        dtype = dtype or self.lm_head.weight.dtype
-        fill(copy, {name: weight.to(dtype, copy=True) for name, weight in self.merged()})
-        return copy.requires_grad_(False)
-
     # --- checkpoints ----------------------------------------------------------------------
 
     @classmethod
@@ -371,19 +308,33 @@ class Decoder(nn.Module):
         prepare(model)
         weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
         places = model.weights()
-        for name, tensor in hf.read_weights(path, places):
+        for name, tensor in hf.read_tensors(hf.weight_files(path), places):
             # A copy, so that replacing the file does not change the weights.
             tensor = tensor.to(dtype=dtype, device=device, copy=True)
             weights[name] = local_share(tensor, places[name])
-        fill(model, weights)
+        model.fill(weights)
         return model
 
     def save_pretrained(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write config.json and the weights, adapters merged. With sharded weights one rank
         calls this while the others iterate over `merged`."""
         dtype = dtype or self.lm_head.weight.dtype
-        hf.write_weights(path, self.merged(), dtype)
+        hf.write_tensors(path, hf.WEIGHTS, self.merged(), dtype)
         write_json(os.path.join(path, hf.CONFIG), hf.config_json(self.config, dtype))
+
+    def merged_copy(self, dtype: torch.dtype | None = None) -> "Decoder":
+        """A frozen plain model that computes the same, in new memory and in `dtype`."""
+        with torch.device("meta"):
+            copy = Decoder(self.config)
+        dtype = dtype or self.lm_head.weight.dtype
+        copy.fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
+        return copy.requires_grad_(False)
+
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Replace the parameters of these names by these tensors."""
+        self.load_state_dict(weights, strict=False, assign=True)
+        if self.config.tie_word_embeddings:  # assign=True replaced one of the two names
+            self.lm_head.weight = self.model["embed_tokens"].weight
 
 
 def open_checkpoint(path: str) -> Decoder:
@@ -399,13 +350,6 @@ def open_checkpoint(path: str) -> Decoder:
         hf.load_adapter(model, os.path.join(path, "adapter"), base)
         return model.merged_copy()
     return model
-
-
-def fill(model: Decoder, weights: dict[str, Tensor]) -> None:
-    """Replace the parameters of these names by these tensors."""
-    model.load_state_dict(weights, strict=False, assign=True)
-    if model.config.tie_word_embeddings:  # assign=True replaced one of the two names
-        model.lm_head.weight = model.model["embed_tokens"].weight
 
 
 # --- log-probabilities --------------------------------------------------------------------
@@ -450,23 +394,3 @@ class HeadLogprobs(torch.autograd.Function):
                 dweight_VD.addmm_(d_nV.T, x)
             del d_nV
         return dx_ND, dweight_VD, None, None
-
-
-# --- LoRA ---------------------------------------------------------------------------------
-
-class Linear(nn.Linear):
-    """x W^T, plus a bias in Qwen2's q, k and v, plus (alpha / rank) (x A^T) B^T."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__(inputs, outputs, bias)
-        self.register_parameter("lora_A", None)  # R inputs
-        self.register_parameter("lora_B", None)  # outputs R
-        self.adapter_on = True
-        self.scale = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)  # B T outputs
-        if self.lora_A is None or not self.adapter_on:
-            return y
-        low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
-        return y + F.linear(low, self.lora_B.to(x.dtype))  # B T outputs

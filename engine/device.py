@@ -7,6 +7,8 @@ import torch
 from engine import hf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Bytes of float32 logits at a time; those of 32k tokens of Qwen3 would take 20 GB.
+LARGEST_LOGITS = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 def free_bytes() -> int:

@@ -20,7 +20,7 @@ import torch
 from gguf import MODEL_ARCH, GGUFReader, TokenType, dequantize, get_tensor_name_map
 from tqdm import tqdm
 
-from model import Decoder, DecoderConfig, fill
+from model import Decoder, DecoderConfig
 from repl import Limits
 from rlm import RLMConfig
 from tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def read_model(fields: dict, tensors: dict) -> Decoder:
             pairs = values.reshape(-1, head_dim // 2, 2, values.shape[1])  # H E/2 2 D
             values = pairs.swapaxes(1, 2).reshape(values.shape)  # HE D
         weights[name] = torch.tensor(values).half()
-    fill(model, weights)
+    model.fill(weights)
     return model
 
 

@@ -88,7 +88,7 @@ with patch("torch.cuda.is_available", lambda: True):
     from engine.decode import decode
 from engine.packing import collate
 from grpo import GRPOConfig, Row, policy_loss
-from model import Decoder, DecoderConfig, fill
+from model import Decoder, DecoderConfig
 from sampler import Sampler
 
 FakeTensor.is_cuda = property(lambda tensor: tensor.fake_device.type == "lazy")
@@ -121,7 +121,7 @@ def model_of(rank, hybrid):
     weights = {name: torch.empty(w.shape, dtype=BF16, device=GPU)
                for name, w in model.weights().items()}
     weights |= {name: w.detach().to(GPU) for name, w in model.adapters().items()}
-    fill(model, weights)
+    model.fill(weights)
     return model
 
 
