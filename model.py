@@ -296,15 +296,19 @@ class Decoder(Adaptable):
     # --- checkpoints ----------------------------------------------------------------------
 
     @classmethod
+    def on_meta(cls, config: DecoderConfig) -> "Decoder":
+        """One whose parameters have names and shapes, but no values and no memory."""
+        with torch.device("meta"):
+            return cls(config)
+
+    @classmethod
     def from_pretrained(cls, path: str, dtype: torch.dtype = torch.float32,
                         device: str = "cpu",
                         prepare: Callable = lambda model: None) -> "Decoder":
         """From a directory in the Hugging Face layout. `prepare(model)` runs before weights
         are read. It may add adapters and shard the model: a rank then keeps its share only.
         Raises FileNotFoundError, or ValueError with a line that names files and tensors."""
-        config = DecoderConfig.read(os.path.join(path, hf.CONFIG))
-        with torch.device("meta"):  # no memory and no initialisation
-            model = cls(config)
+        model = cls.on_meta(DecoderConfig.read(os.path.join(path, hf.CONFIG)))
         prepare(model)
         weights = {name: w.detach().to(device) for name, w in model.adapters().items()}
         places = model.weights()
@@ -324,9 +328,7 @@ class Decoder(Adaptable):
 
     def merged_copy(self, dtype: torch.dtype | None = None) -> "Decoder":
         """A frozen plain model that computes the same, in new memory and in `dtype`."""
-        with torch.device("meta"):
-            copy = Decoder(self.config)
-        dtype = dtype or self.lm_head.weight.dtype
+        copy, dtype = Decoder.on_meta(self.config), dtype or self.lm_head.weight.dtype
         copy.fill({name: weight.to(dtype, copy=True) for name, weight in self.merged()})
         return copy.requires_grad_(False)
 

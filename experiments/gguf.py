@@ -80,20 +80,19 @@ def read_model(fields: dict, tensors: dict) -> Decoder:
         raise ValueError(f"not supported: architecture {family}, or its scaled positions")
     layers, heads = said["block_count"], said["attention.head_count"]
     head_dim = said.get("attention.key_length", said["embedding_length"] // heads)
-    with torch.device("meta"):  # names and shapes, no memory
-        model = Decoder(DecoderConfig(
-            model_type=family,
-            vocab_size=len(fields["tokenizer.ggml.tokens"]),
-            hidden_size=said["embedding_length"],
-            intermediate_size=said["feed_forward_length"],
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=said["attention.head_count_kv"],
-            head_dim=head_dim,
-            max_position_embeddings=said["context_length"],
-            rope_theta=said["rope.freq_base"],
-            rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
-            tie_word_embeddings="output.weight" not in tensors))
+    model = Decoder.on_meta(DecoderConfig(
+        model_type=family,
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
+        hidden_size=said["embedding_length"],
+        intermediate_size=said["feed_forward_length"],
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=said["attention.head_count_kv"],
+        head_dim=head_dim,
+        max_position_embeddings=said["context_length"],
+        rope_theta=said["rope.freq_base"],
+        rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
+        tie_word_embeddings="output.weight" not in tensors))
 
     known = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
     places = {name: known.get_name(name, (".weight", ".bias")) for name in model.weights()}

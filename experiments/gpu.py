@@ -18,7 +18,7 @@ import torch
 
 from engine import parallel
 from engine.device import DEVICE
-from engine.plan import GIB, Plan
+from engine.plan import GIB, Plan, Sizes
 from experiments.bench import clock, our_losses, row_of, step
 from model import Decoder, DecoderConfig
 from sampler import Sampler
@@ -93,7 +93,7 @@ def sampling(model: Decoder) -> None:
 
 def update(model: Decoder, rank: int = 0) -> None:
     rows = [row_of(prompt(model, 8192, seed), 0) for seed in range(4)]
-    c, length = model.config, len(rows[0].ids)
+    c, length, sizes = model.config, len(rows[0].ids), Sizes.of(model)
     if rank:
         model.requires_grad_(True).add_lora(rank, 32.0)
     else:
@@ -110,8 +110,8 @@ def update(model: Decoder, rank: int = 0) -> None:
         torch.cuda.reset_peak_memory_stats()  # a random model is made in float32
     one_step()  # it may compile
     seconds = min(clock(one_step) for _ in range(3))
-    plan = Plan(c, length, length, rank, torch.bfloat16, 0, recompute=True)
-    layers, head = plan.parameters[0] - plan.parameters[1], c.vocab_size * c.hidden_size
+    plan = Plan(c, sizes, length, rank, torch.bfloat16, 0, recompute=True)
+    layers, head = sizes.model - sizes.table, c.vocab_size * c.hidden_size
     attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
     rate = len(rows) * length / seconds
     matrices = 4 if rank else 6  # frozen ones have no gradient

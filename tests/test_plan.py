@@ -10,7 +10,7 @@ from engine.attention import PackedRows
 from engine.hf import FAMILIES
 from engine.packing import micro_batches
 from engine.parallel import World
-from engine.plan import Plan
+from engine.plan import GIB, Plan, Sizes
 from grpo import Row
 from model import Decoder, DecoderConfig
 from training import setup
@@ -42,9 +42,9 @@ def of_family(family, **changes):
 
 
 def of(config=QWEN3_4B, **changes):
-    fields = {"config": config, "window": 8192, "row": 8192, "rank": 0,
-              "dtype": torch.bfloat16,
-              "recompute": True, "have": 141 * GB}
+    fields = {"config": config, "sizes": Sizes.of(Decoder.on_meta(config)),
+              "window": 8192, "rank": 0, "dtype": torch.bfloat16, "recompute": True,
+              "have": 141 * GB}
     return Plan(**fields | changes)
 
 
@@ -59,16 +59,16 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
     for recompute, activations in (
             (False, layers * layer + head + gradient),
             (True, layers * T * 2560 * 2 + max(head, layer + mlp) + gradient)):
-        need = of(device="cuda", recompute=recompute, have=79 * plan.GIB).need()
+        need = of(device="cuda", recompute=recompute, have=79 * GIB).need()
         by_hand = {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P,
                    "gathered": gathered, "sampler copy": 2 * P, "activations": activations,
                    "KV cache": 4 * T * 147_456}
         for part, size in by_hand.items():
             assert need.pop(part) == pytest.approx(size * GB, rel=0.05), part
         assert not any(need.values())
-    alone = of(device="cuda", have=79 * plan.GIB).fitted()
+    alone = of(device="cuda", have=79 * GIB).fitted()
     assert not alone.fits(1)
-    adapters, _ = of(device="cuda", rank=16).kept_bytes
+    _, adapters = of(device="cuda", rank=16).kept_bytes
     assert adapters == pytest.approx(133_128, rel=0.05)
 
 
@@ -76,12 +76,12 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
 @pytest.mark.parametrize("rank, tied", [(0, False), (16, True)])
 def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     config = of_family(family, tie_word_embeddings=tied)
-    model = Decoder(config)
+    model, need = Decoder(config), of(config, rank=rank, dtype=torch.float32).need()
     if rank:
         model.add_lora(rank, 32.0)
-    whole, _, _, adapters = of(config, rank=rank).parameters
-    assert whole == sum(w.numel() for w in model.weights().values())
-    assert adapters == sum(w.numel() for w in model.adapters().values())
+    assert need["weights"] == 4 * sum(w.numel() for w in model.parameters())
+    trained = [w.numel() for w in model.parameters() if w.requires_grad]
+    assert need["gradients"] == 4 * sum(trained) and need["optimizer"] == 8 * sum(trained)
 
 
 def saved_by_autograd(config, dtype, rank, rows, monkeypatch):
@@ -121,6 +121,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
         shared, rank, dtype, family, monkeypatch):
     """The bytes of two layers: the difference between models of three layers and of one.
     The rows are 512 tokens, or share so many that they count as that."""
+    monkeypatch.setattr(plan, "LEAST_ROW", 512)
     two = of_family(family, num_hidden_layers=2)
     cost = of(two, rank=rank, dtype=dtype, recompute=False).seen_cost * (shared > 0)
     number = int((512 - shared) / (16 + cost * (shared + 16)))
@@ -130,7 +131,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
         config = of_family(family, num_hidden_layers=layers)
         saved.append(saved_by_autograd(config, dtype, rank, rows, monkeypatch))
         without_head = replace(config, vocab_size=1)
-        planned.append(of(without_head, rank=rank, dtype=dtype, row=512,
+        planned.append(of(without_head, rank=rank, dtype=dtype, window=512,
                           recompute=False).activations())
     assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], rel=0.08)
 
@@ -139,7 +140,7 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
     """64 rows after 4,000 tokens of Qwen3-4B. In a layer each row has 4 KiB per token, its
     keys and values, and for a moment gradients: 4 KiB of these, 16 of each query head's,
     and 8 in float32."""
-    plan = of(device="cuda", row=32_768)
+    plan = of(device="cuda", window=32_768)
     rows = [Row([0] * 4000 + [1 + i] * 160, [], [], [], 1.0) for i in range(64)]
     packs = micro_batches(rows, plan.row, plan.attention_cost, plan.seen_cost)
     assert sum(map(len, packs)) == 64
@@ -179,11 +180,11 @@ def test_the_longest_window_that_fits_with_the_least_change(
     """Recomputing costs less than no copy, and several ranks each need a copy. The wanted
     window is no multiple of a step."""
     def fitting(window):
-        plans = [replace(wanted, window=window, row=window, recompute=again, apart=apart)
+        plans = [replace(wanted, window=window, recompute=again, apart=apart)
                  for again, apart in [(False, False), (True, False), (True, True)]]
         return [plan for plan in plans[:changes] if plan.fits(ranks)]
 
-    wants = of(config, window=30_000, row=30_000, rank=rank, recompute=False, device="cuda")
+    wants = of(config, window=30_000, rank=rank, recompute=False, device="cuda")
     seen = set()
     for part in range(1, 400):
         wanted = replace(wants, have=part * most // 400)
@@ -196,8 +197,9 @@ def test_the_longest_window_that_fits_with_the_least_change(
 
 
 def test_windows_of_qwen3_4b_on_a_card_of_80_gb():
-    for window, says in ((65_536, "65,536, 4 windows, no copy"), (45_056, "45,056, 6 ")):
-        plan = of(window=window, row=window, rank=16, recompute=False).on_card(80)
-        lines = plan.fitted().table(plan).splitlines()
-        assert lines[-2].startswith(f"window, 80 GB   {says}")
-        assert max(map(len, lines)) <= 92
+    for window, count, copy in ((65_536, 4, False), (45_056, 6, True)):
+        plan = of(window=window, rank=16, recompute=False, device="cuda",
+                  have=79 * GIB)
+        one = {line[:16].strip(): line[16:32].strip() for line in plan.table().splitlines()}
+        assert (one["window"], one["cached windows"]) == (f"{window:,}", str(count))
+        assert (one["sampler copy"] != "0 bytes") == copy

@@ -95,9 +95,7 @@ def prepare(config: Any, world: World, objective: Callable) -> Setup:
     rlm_config = rlm.load_config(
         start.source, shape.max_position_embeddings, config.sandbox, changes)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
-    wanted = plan_of(config, shape, rlm_config, have)
-    if config.card:
-        wanted = wanted.on_card(config.card)
+    wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, task=name, window=plan.window)
     setup = Setup(config, run, plan, start, questions, score, objective, tokenizer,
@@ -114,7 +112,7 @@ def announce(setup: Setup, wanted: Plan) -> None:
     as the model will read it."""
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
-        print(plan.table(wanted))
+        print(wanted.table())
     if hf.is_wrapped(setup.start.weights):
         print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
     root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
