@@ -19,7 +19,7 @@ such a byte, so `decode` does not give it back.
 """
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from pathlib import Path
 import tiktoken
 
 from engine.vocabulary import NORMALIZER, PATTERNS, read_files, write_files
-from util import read_json, reading, write_json
+from util import reading
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDOFTEXT, IM_START, IM_END = MARKERS
@@ -52,15 +52,15 @@ class Tokenizer:
     """Byte-level BPE.
 
     `vocab` maps tokens, spelled as in the files, to ids; `merges` are pairs of tokens;
-    `config` is tokenizer_config.json; `cut` names one of PATTERNS. Raises ValueError: one
-    line, beginning with `source`.
+    `config` is tokenizer_config.json; `cut` names one of PATTERNS; `ends` are more ids that
+    end a turn. Raises ValueError: one line, beginning with `source`.
 
     vocab_size: the highest id + 1 (a model may have more rows than that: padding).
     end_of_turn, stop_ids: <|im_end|>; and all ids with which the checkpoint ends a turn.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], config: dict,
-                 source: str = "tokenizer", cut: str = "qwen"):
+                 source: str = "tokenizer", cut: str = "qwen", ends: Sequence[int] = ()):
         decoder = config.get("added_tokens_decoder", {})
         added = {entry["content"]: int(i) for i, entry in decoder.items()}
         template = config.get("chat_template") or CHATML
@@ -89,33 +89,23 @@ class Tokenizer:
 
         self.backticks = frozenset(i for i, token in self._bytes.items() if b"`" in token)
         self.end_of_turn = added[IM_END]
-        self.stop_ids = tuple(added[m] for m in (IM_END, ENDOFTEXT) if m in added)
+        marks = [added[m] for m in (IM_END, ENDOFTEXT) if m in added]
+        self.stop_ids = tuple(dict.fromkeys([*marks, *ends]))
         hybrid = "<think>" in added and "enable_thinking" in template
         reply = f"{IM_START}assistant\n" + (NO_THINKING if hybrid else "")
         self._reply = self.encode(reply, allow_special=True)
 
     @classmethod
     def from_pretrained(cls, dir: str | Path) -> "Tokenizer":
-        """Read a checkpoint directory: tokenizer.json, else vocab.json and merges.txt of a
-        Qwen. config.json and generation_config.json say which ids end a turn, too. Raises
-        OSError, or ValueError: one line that names the file and the fault."""
+        """Read a checkpoint directory. config.json and generation_config.json may name more
+        ids that end a turn. Raises OSError, or ValueError: one line that names the file and
+        the fault."""
         with reading(dir):
-            tokenizer = cls(**read_files(Path(dir)))
-        for path in (Path(dir, "config.json"), Path(dir, "generation_config.json")):
-            config = read_json(path) if path.exists() else {}
-            with reading(path):
-                ends = (config.get("text_config") or config).get("eos_token_id")
-                ends = ends if isinstance(ends, list) else [ends]
-                ends = [int(end) for end in ends if end is not None]
-                tokenizer.stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *ends)))
-        return tokenizer
+            return cls(**read_files(Path(dir)))
 
     def save(self, dir: str | Path) -> None:
         """Write what `from_pretrained` and transformers read."""
-        dir = Path(dir)
-        dir.mkdir(parents=True, exist_ok=True)
-        write_files(dir, self.vocab, self.merges, self.config, self.cut)
-        write_json(dir / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
+        write_files(Path(dir), self)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -126,12 +116,9 @@ class Tokenizer:
         flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False}
         ids = range(len(tokens), len(tokens) + len(MARKERS))
         added = {str(i): {"content": m, **flags} for i, m in zip(ids, MARKERS)}
-        config = {
-            "added_tokens_decoder": added, "tokenizer_class": "Qwen2Tokenizer",
-            "bos_token": None, "eos_token": IM_END, "pad_token": ENDOFTEXT,
-            "unk_token": None, "add_prefix_space": False, "errors": "replace",
-            "clean_up_tokenization_spaces": False, "chat_template": CHATML,
-        }
+        config = {"added_tokens_decoder": added, "chat_template": CHATML,
+                  "eos_token": IM_END, "pad_token": ENDOFTEXT,
+                  "clean_up_tokenization_spaces": False}
         return cls({token: i for i, token in enumerate(tokens)}, merges, config)
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
@@ -233,30 +220,19 @@ def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
         counts.update(cut.findall(_normalise(text, nfc=True)))
     byte_id = {b: i for i, b in enumerate(BYTES.values())}
     words = [([byte_id[b] for b in word.encode()], n) for word, n in counts.items()]
-
-    pair_counts, words_with = Counter(), defaultdict(set)
-
-    def count(index: int, sign: int) -> None:
-        word, times = words[index]
-        for pair in zip(word, word[1:]):
-            words_with[pair].add(index)
-            pair_counts[pair] += sign * times
-            if not pair_counts[pair]:
-                del pair_counts[pair]
-
-    for index in range(len(words)):
-        count(index, 1)
     tokens, merges = list(BYTES), []
-    while pair_counts and len(tokens) < size:
-        best = min(pair_counts, key=lambda pair: (-pair_counts[pair], pair))
+    while len(tokens) < size:
+        pairs = Counter()
+        for word, n in words:
+            for pair in zip(word, word[1:]):
+                pairs[pair] += n
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append((tokens[best[0]], tokens[best[1]]))
         tokens.append("".join(merges[-1]))
-
-        for index in words_with.pop(best):
-            count(index, -1)
-            word = words[index][0]
+        for word, _ in words:
             for i in range(len(word) - 1):  # joins shorten the word, then the last slices
                 if tuple(word[i:i + 2]) == best:
                     word[i:i + 2] = [len(tokens) - 1]
-            count(index, 1)
     return tokens, merges

@@ -1,9 +1,9 @@
-"""A vocabulary in the Hugging Face files: tokenizer.json, or vocab.json and merges.txt.
+"""A vocabulary in the files of the Hugging Face hub: tokenizer.json and what is beside it.
 
-The latter do not say how text is cut. They are read for the one class of tokenizer that has
-only one way, Qwen2Tokenizer. The step of tokenizer.json that adds special tokens around a
-text (post_processor) does not matter: tokenizer.py adds its own. Left out: ways to cut text
-that PATTERNS does not have.
+tokenizer.json says in steps how text is cut into words. Here each way has a name, and other
+steps are refused. Its last step, which adds special tokens around a text (post_processor),
+does not matter: tokenizer.py adds its own. Left out: ways to cut text that PATTERNS does
+not have, and the older pair of vocab.json and merges.txt.
 """
 import json
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any
 
 from util import read_json, write_json, write_text
 
-# How text is cut into words before it is encoded. The files say it in steps. Here each way
-# has a name, and other steps are refused.
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 # Qwen3.5 joins combining marks with letters, not with signs.
@@ -24,8 +22,8 @@ DIGITS = (r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+"
           r"|\s+(?=\p{N})|\s+(?!\S)|\s+")
 PATTERNS = {"qwen": QWEN, "marks": MARKS, "digits": DIGITS}
 
-OFFSETS = {"trim_offsets": True}  # into the text: they do not matter here
-# use_regex: cut by GPT-2's pattern.
+OFFSETS = {"trim_offsets": True}  # offsets into the text do not matter here
+# With use_regex, GPT-2's pattern cuts.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, **OFFSETS}
 NORMALIZER = {"qwen": {"type": "NFC"}, "marks": {"type": "NFC"}, "digits": None}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -40,31 +38,7 @@ def read_files(dir: Path) -> dict[str, Any]:
     """The arguments of Tokenizer, from the files of a checkpoint.
 
     Raises OSError, or ValueError: one line that names the file and the fault."""
-    fast, config_file = dir / "tokenizer.json", dir / "tokenizer_config.json"
-    template_file = dir / "chat_template.jinja"  # where newer checkpoints keep it
-    config = {}
-    if config_file.exists() or not fast.exists():
-        config = read_json(config_file)
-    if template_file.exists():
-        config["chat_template"] = template_file.read_text(encoding="utf-8")
-    if fast.exists():
-        vocab, merges, cut, added = _read_fast(fast)
-        config["added_tokens_decoder"] = added | config.get("added_tokens_decoder", {})
-        return {"vocab": vocab, "merges": merges, "cut": cut, "config": config,
-                "source": str(fast)}
-
-    kind = config.get("tokenizer_class", "Qwen2Tokenizer")
-    if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
-        raise ValueError(f"{config_file}: {kind} needs a tokenizer.json")
-    lines = (dir / "merges.txt").read_text(encoding="utf-8").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines
-              if line and not line.startswith("#version")]
-    return {"vocab": read_json(dir / "vocab.json"), "merges": merges, "cut": "qwen",
-            "config": config, "source": str(dir / "vocab.json")}
-
-
-def _read_fast(path: Path) -> tuple[dict, list, str, dict]:
-    """Vocabulary, merges, name of the cut, added tokens by id."""
+    path = dir / "tokenizer.json"
     data = read_json(path)
     found = data.get("pre_tokenizer") or {}
     steps = [step | OFFSETS for step in found.get("pretokenizers", [found])]
@@ -76,34 +50,46 @@ def _read_fast(path: Path) -> tuple[dict, list, str, dict]:
                          f"pre_tokenizer {found!r:.300}")
     # Older files spell a merge as "a b", newer ones as ["a", "b"].
     merges = [tuple(m.split(" ") if type(m) is str else m) for m in data["model"]["merges"]]
+
+    config = _read_if_there(dir / "tokenizer_config.json")
+    template = dir / "chat_template.jinja"  # where newer checkpoints keep it
+    if template.exists():
+        config["chat_template"] = template.read_text(encoding="utf-8")
     added = {str(token.pop("id")): token for token in data["added_tokens"]}
-    return data["model"]["vocab"], merges, cuts[0], added
+    config["added_tokens_decoder"] = added | config.get("added_tokens_decoder", {})
+
+    ends = []
+    for name in ("config.json", "generation_config.json"):
+        raw = _read_if_there(dir / name)
+        given = (raw.get("text_config") or raw).get("eos_token_id")
+        ends += given if isinstance(given, list) else [given]
+    ends = [int(end) for end in ends if end is not None]
+    return {"vocab": data["model"]["vocab"], "merges": merges, "config": config,
+            "source": str(path), "cut": cuts[0], "ends": ends}
 
 
-def write_files(dir: Path, vocab: dict[str, int], merges: list[tuple[str, str]],
-                config: dict, cut: str) -> None:
-    """What `read_files` and transformers read; `config` is tokenizer_config.json."""
-    if cut == "qwen":
-        kind = "Qwen2Tokenizer"
-        lines = "".join(f"{a} {b}\n" for a, b in merges)
-        write_text(dir / "vocab.json", json.dumps(vocab, ensure_ascii=False))
-        write_text(dir / "merges.txt", "#version: 0.2\n" + lines)
-    else:
-        kind = "PreTrainedTokenizerFast"
-        decoder = config["added_tokens_decoder"]
-        # The reference gives an added token the id that the file says only if it is here.
-        everything = vocab | {token["content"]: int(i) for i, token in decoder.items()}
-        fast = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": int(i)} | token for i, token in decoder.items()],
-            "normalizer": NORMALIZER[cut],
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS[cut]},
-            "post_processor": None,
-            "decoder": BYTE_LEVEL,
-            "model": {"type": "BPE", "vocab": everything,
-                      "merges": [" ".join(pair) for pair in merges]},
-        }
-        write_text(dir / "tokenizer.json", json.dumps(fast, ensure_ascii=False))
-    write_json(dir / "tokenizer_config.json", config | {"tokenizer_class": kind})
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def write_files(dir: Path, tokenizer) -> None:
+    """What `read_files` and transformers read."""
+    dir.mkdir(parents=True, exist_ok=True)
+    decoder = tokenizer.config["added_tokens_decoder"]
+    # The reference gives an added token the id that the file says only if it is here.
+    vocab = tokenizer.vocab | {token["content"]: int(i) for i, token in decoder.items()}
+    write_text(dir / "tokenizer.json", json.dumps({
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": int(i)} | token for i, token in decoder.items()],
+        "normalizer": NORMALIZER[tokenizer.cut],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS[tokenizer.cut]},
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": vocab,
+                  "merges": [" ".join(pair) for pair in tokenizer.merges]},
+    }, ensure_ascii=False))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(dir / "tokenizer_config.json", tokenizer.config | kind)
+    write_json(dir / "generation_config.json", {"eos_token_id": list(tokenizer.stop_ids)})

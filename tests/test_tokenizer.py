@@ -38,7 +38,10 @@ def with_markup(tok, text):
 
 @pytest.mark.skipif(not QWEN.exists(), reason="no Qwen3 vocabulary beside the repository")
 def test_ids_of_the_real_vocabulary_are_those_of_the_reference():
-    qwen = Tokenizer.from_pretrained(QWEN)
+    lines = (QWEN / "merges.txt").read_text(encoding="utf-8").splitlines()[1:]
+    vocab, config = (json.loads((QWEN / name).read_text(encoding="utf-8"))
+                     for name in ("vocab.json", "tokenizer_config.json"))
+    qwen = Tokenizer(vocab, [tuple(line.split(" ")) for line in lines], config)
     reference = json.loads((QWEN / "reference.json").read_text(encoding="utf-8"))
     for text, ids in reference["encode_with_specials"]:
         assert with_markup(qwen, text) == ids
@@ -132,7 +135,7 @@ def fast_json(tok, cut="qwen", pairs=False):
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_tokenizer_json_equals_vocab_and_merges(tiny, tmp_path, pairs):
+def test_a_tokenizer_json_is_read_as_what_it_was_made_of(tiny, tmp_path, pairs):
     (tmp_path / "tokenizer.json").write_text(json.dumps(fast_json(tiny, pairs=pairs)))
     given = dict(tiny.config)
     if pairs:  # what newer transformers write: the rest is in other files
@@ -146,7 +149,8 @@ def test_saving_and_the_ids_that_end_a_turn(tiny, tmp_path):
     """The markers, and those that the checkpoint names."""
     tiny.save(tmp_path)
     back = Tokenizer.from_pretrained(tmp_path)
-    assert parts(back) == parts(tiny) and back.stop_ids == (399, 397)
+    assert parts(back)[:3] == parts(tiny)[:3] and back.stop_ids == (399, 397)
+    assert back.config.items() >= tiny.config.items()
     (tmp_path / "config.json").write_text('{"eos_token_id": [300, 301]}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 302}')
     back = Tokenizer.from_pretrained(tmp_path)
@@ -172,8 +176,7 @@ def test_what_is_not_known_is_refused_in_one_line(tiny, tmp_path, change, words)
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("vocab.json", "{not json", "not JSON"), ("chat_template.jinja", "<s>", "ChatML"),
-    ("tokenizer_config.json", '{"tokenizer_class": "GPT2Tokenizer"}', "GPT2Tokenizer")])
+    ("tokenizer.json", "{not json", "not JSON"), ("chat_template.jinja", "<s>", "ChatML")])
 def test_other_files_that_do_not_fit_are_named(tiny, tmp_path, name, content, words):
     tiny.save(tmp_path)
     (tmp_path / name).write_text(content)

@@ -114,7 +114,7 @@ def moved(before, model):
 def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     result = json.loads((short_run / "result.json").read_text())
     assert 0 <= result["heldout_warmup"] <= 1 and result["heldout_n"] == 3
-    assert {"config.json", "model.safetensors", "vocab.json", "merges.txt",
+    assert {"config.json", "model.safetensors", "tokenizer.json",
             "tokenizer_config.json", "rlm.json"} <= set(os.listdir(short_run / "final"))
     steps = [row for row in lines(short_run) if row["phase"] == "grpo"]
     assert [row["step"] for row in steps] == [1, 2]
