@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import builtins as python_builtins
 import contextlib
+import functools
 import io
 import json
 import linecache
@@ -30,6 +31,7 @@ import sys
 import threading
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -248,6 +250,7 @@ class Worker:
         sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
         self.capture.empty()
         self.open, self.ending = True, False
+        self.called = Counter()  # how often the code called each tool
         handle = self.start if kind == b"S" else self.block
         handle(**json.loads(data[HEADER.size:]))
 
@@ -260,11 +263,23 @@ class Worker:
         if tools:
             error = self.attempt(self.execute, tools, "<repl tools>")
             self.restore()
+            for name, tool in list(self.namespace.items()):
+                if isinstance(tool, types.FunctionType):
+                    self.namespace[name] = self.counted(tool)
         self.reserved = {**self.namespace, **self.reserved}
         self.namespace["answer"] = self.answer
         if question:
             self.namespace["question"] = question
         self.done(error)
+
+    def counted(self, tool: Callable) -> Callable:
+        """The tool, with a count of its calls by the code, not by tools."""
+        @functools.wraps(tool)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if sys._getframe(1).f_code.co_filename != "<repl tools>":
+                self.called[tool.__name__] += 1
+            return tool(*arguments, **named)
+        return call
 
     def block(self, code: str) -> None:
         """Run one block."""
@@ -333,7 +348,8 @@ class Worker:
         self.ending = True
         with self.lock:
             if self.open:
-                result = {"stdout": self.capture.text(), "error": error, **answer}
+                result = {"stdout": self.capture.text(), "error": error,
+                          "tools": self.called, **answer}
                 self.sock.sendall(self.frame(b"D", result))
                 self.open = False
 

@@ -36,6 +36,7 @@ class Result:
     died: str = ""  # one of CAUSES: the process is gone
     # Of processors, or a tenth of the wall clock without waiting for answers if more.
     seconds: float = field(default=0.0, compare=False)
+    tools: dict = field(default_factory=dict)  # {name: calls by the code}
 
 
 def frame(kind: bytes, message: Any, largest_mb: int) -> bytes:
@@ -68,8 +69,9 @@ def read_result(data: bytes, limits: Limits) -> Result:
     if len(data) > 2 * limits.answer_chars + 12 * 2 * limits.output_chars + 1000:
         raise ValueError(f"a result of {len(data)} bytes")
     result = Result(**json.loads(data[HEADER.size :]))
-    types = [type(value) for value in (result.stdout, result.error, result.done)]
-    if types != [str, str, bool] or result.died not in ("", *CAUSES):
+    values = result.stdout, result.error, result.done, *{**result.tools}.values()
+    types = [str, str, bool, *[int] * len(result.tools)]
+    if [*map(type, values)] != types or result.died not in ("", *CAUSES):
         raise TypeError("a forged result")
     return replace(result, final=json_value(result.final), draft=json_value(result.draft))
 

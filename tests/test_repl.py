@@ -108,6 +108,13 @@ def test_builtins_are_put_back():
     assert result.final == ["the context", 11, 7, 2]
 
 
+def test_calls_of_tools_are_counted_but_not_those_by_tools():
+    tools = "def a(n): return a(n - 1) + b() if n else 0\ndef b(): return 1\nKEPT = 3"
+    one, two = run("x = a(3), [b() for _ in range(2)]", "FINAL([*map(a, [0, KEPT])])",
+                   tools=tools)
+    assert one.tools == {"a": 1, "b": 2} and two.tools == {"a": 2} and two.final == [0, 3]
+
+
 def test_annotations_need_no_imports():
     code = "from dataclasses import *\n@dataclass\nclass A:\n    x: List[int]\n"
     assert final(code + "FINAL(A(1).x)") == 1
