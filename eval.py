@@ -36,7 +36,7 @@ from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from training import report
 from training.scores import differences, record_of, summary, trained_as
-from tree import Completion, Node, Rollout, write_rollouts
+from tree import Completion, Node, Rollout, Sampling, write_rollouts
 from util import write_text
 
 # The last three are in baselines/methods.py.
@@ -78,6 +78,7 @@ def read_flags() -> argparse.Namespace:
     add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
         "the checkpoint was trained as, else rlm1)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
+    add("--top-p", type=float, default=1.0, help="share to sample from (default 1.0: all)")
     add("--sandbox", default="auto", choices=("require", "auto", "off"),
         help="namespaces around the REPL (default auto: where possible)")
     add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
@@ -155,13 +156,13 @@ def measure(args: argparse.Namespace) -> None:
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
     score = util.load_function(args.reward, "score") if args.reward else tasks.reward
-    policy = None
+    policy, sampling = None, Sampling(args.temperature, args.top_p)
     if args.api:
         from baselines.api import API
-        policy = API(args.api, args.api_model, args.temperature)
+        policy = API(args.api, args.api_model, sampling)
     elif args.model:
         model = rlm.RLM(
-            args.model, args.temperature, args.seed, args.sandbox, 96, args.rlm)
+            args.model, sampling, args.seed, args.sandbox, 96, args.rlm)
         config, tokenizer, policy = model.config, model.tokenizer, model.policy
     args.methods = args.methods or [trained_as(config)]
     at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))

@@ -41,8 +41,8 @@ from repl import REPL, Limits, REPLError, cut, trees_at_once
 from tasks import Task
 from tasks.in_repl import source
 from tasks.text import about, as_text
-from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Turn, Unscored, printable,
-                  render)
+from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Sampling, Turn, Unscored,
+                  printable)
 from util import read_json, read_texts, write_json
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
@@ -166,7 +166,8 @@ class _Tree:
         text = completion.text
         if node.kind == "rlm" and not completion.ids:  # a server samples on
             text, _ = parse(text)
-        node.add(Turn("assistant", text, completion.ids, completion.logprobs))
+        node.add(Turn("assistant", text, completion.ids, completion.logprobs,
+                      completion.drawn))
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
         """Execute the block of the last message. Returns what the model sees next: what was
@@ -178,6 +179,8 @@ class _Tree:
             return "", NO_BLOCK[self.config.style]
         result = await repl.execute(code, partial(self.query, node, context))
         self.seconds_left -= result.seconds
+        node.seconds += result.seconds
+        node.tools.update(result.tools)  # adds
         if result.error:
             node.errors.append(turn)
         if not result.died:
@@ -416,7 +419,7 @@ def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig |
 # ------------------------------------------------------------------------------------------
 # A policy from a sampler, and a trained model to ask
 
-def local_policy(sampler, tokenizer, temperature: float = 1.0):
+def local_policy(sampler, tokenizer, sampling: Sampling = Sampling()):
     """The policy that samples after node.ids; `sampler` is a sampler.Sampler."""
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         prompt = node.ids
@@ -426,11 +429,24 @@ def local_policy(sampler, tokenizer, temperature: float = 1.0):
                 return False
             return parse(tokenizer.decode(ids[len(prompt):]))[1] is not None
 
-        done = await sampler.generate(prompt, max_tokens, temperature=temperature,
+        done = await sampler.generate(prompt, max_tokens, sampling=sampling,
                                       stop=tokenizer.stop_ids, is_over=is_over, key=key)
         ids = done.ids[:-1] if done.stop == "stop" else done.ids
         return replace(done, text=tokenizer.decode(ids))
     return policy
+
+
+def aloud(policy: Callable) -> Callable:
+    """The policy, which says on stderr what a node reads and then what it wrote. Children
+    run side by side."""
+    async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
+        size = len(node.ids) or sum(about(turn.text) for turn in node.said)
+        read = printable(node.turns[-1].text)
+        print(f"--- {node.name} reads {size:,} tokens, at last\n{read}", file=sys.stderr)
+        done = await policy(node, max_tokens, key)
+        print(f"--- {node.name} wrote\n{printable(done.text)}", file=sys.stderr)
+        return done
+    return speaking
 
 
 class RLM:
@@ -440,7 +456,7 @@ class RLM:
     its `task` decides the prompts, and is that of the model's training."""
     trace: Node | None = None
 
-    def __init__(self, model_dir: str, temperature: float = 1.0, seed: int = 0,
+    def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
                  sandbox: str = "auto", batch: int = 8, changes: str = ""):
         import engine  # before torch: it says how torch's threads wait
         from model import open_checkpoint
@@ -452,17 +468,18 @@ class RLM:
         self.config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=batch, window=self.config.window)
-        self.policy = local_policy(self.sampler, self.tokenizer, temperature)
+        self.policy = local_policy(self.sampler, self.tokenizer, sampling)
         self.seed = seed
 
-    def completion(self, query: str, context: Any) -> Any:
+    def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
         """The answer: any JSON value, or None. In a notebook await `acompletion`."""
-        return asyncio.run(self.acompletion(query, context))
+        return asyncio.run(self.acompletion(query, context, verbose))
 
-    async def acompletion(self, query: str, context: Any) -> Any:
+    async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
         task = Task("question", tasks.kind_of(self.config.task), query, context)
+        policy = aloud(self.policy) if verbose else self.policy
         self.trace = await rollout(
-            task, self.policy, self.tokenizer, self.config, (self.seed,))
+            task, policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
 
 
@@ -470,8 +487,8 @@ class RLM:
 # The command line
 
 def main() -> None:
-    parser = util.parser("Ask a recursive language model about files. Prints its tree, "
-                          "then the answer.")
+    parser = util.parser("Ask a recursive language model about files. Each turn "
+                         "goes to stderr, the answer to stdout.")
     add = parser.add_argument
     add("--demo", action="store_true", help="ask about notes that --seed generates")
     add("--model", default=Path(__file__).parent / "assets" / "tiny",
@@ -483,6 +500,8 @@ def main() -> None:
         "path/to/my_task.py (default: that of the model's training)")
     add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
+    add("--top-p", type=float, default=1.0, help="share to sample from (default 1.0: all)")
     add("question", nargs="?", help="what to ask")
     add("files", nargs="*", help="the context (default standard input)")
     args = parser.parse_args()
@@ -502,7 +521,6 @@ def main() -> None:
         if util.is_theirs(error):
             raise
         sys.exit(f"rlm.py: {error}")
-    print(render(root) + "\n")
     if root.answer is None and ENDS[root.end]:
         sys.exit(f"no answer: {ENDS[root.end]}")
     print(printable(as_text(root.answer)))
@@ -513,17 +531,22 @@ def main() -> None:
 
 def ask(args: argparse.Namespace, question: Task) -> Node:
     """The tree of a question to the model, or the server, that the flags name."""
+    sampling = Sampling(args.temperature, args.top_p)
     if args.api:
         from baselines.api import API
-        policy, tokenizer = API(args.api, args.api_model), None
+        policy, tokenizer = API(args.api, args.api_model, sampling), None
         config = load_config("", changes=args.rlm)
     else:
-        model = RLM(args.model, seed=args.seed, changes=args.rlm)
+        print(f"loading {args.model}", file=sys.stderr)
+        model = RLM(args.model, sampling, args.seed, changes=args.rlm)
         policy, tokenizer, config = model.policy, model.tokenizer, model.config
+        if not config.task:
+            print("it was not trained for this (its rlm.json names no task), so its answer "
+                  "is a guess", file=sys.stderr)
     if not question.kind:
         kind = tasks.kind_of(args.task or config.task)
         question = replace(question, kind=kind)
-    return asyncio.run(rollout(question, policy, tokenizer, config, (args.seed,)))
+    return asyncio.run(rollout(question, aloud(policy), tokenizer, config, (args.seed,)))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
 from engine.states import Snapshots
 from model import Decoder
-from tree import Completion, Lost
+from tree import Completion, Lost, Sampling
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
 SMALL_MODEL = 10_000_000  # parameters
@@ -69,7 +69,7 @@ class Page:
 class Request:
     ids: list[int]  # the prompt, then what was sampled
     max_tokens: int
-    temperature: float
+    sampling: Sampling
     stop: frozenset[int]
     is_over: Callable[[list[int]], bool]
     uniforms: np.ndarray  # one number in [0, 1) for each token it may sample
@@ -81,6 +81,7 @@ class Request:
     marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
     hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
     logprobs: list[float] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)  # the same with its sampling
 
 
 class Sampler:
@@ -125,14 +126,14 @@ class Sampler:
         self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
         self.states = Snapshots(self.attention.slots, self.pages)
 
-    async def generate(self, ids: list[int], max_tokens: int, temperature: float = 1.0,
-                       stop=(), is_over: Callable = lambda ids: False,
-                       key=()) -> Completion:
+    async def generate(self, ids: list[int], max_tokens: int,
+                       sampling: Sampling = Sampling(), stop=(),
+                       is_over: Callable = lambda ids: False, key=()) -> Completion:
         """Sample after `ids` until a stop id (included), max_tokens or the window's end, or
         until is_over(ids) of all ids so far: it is asked after each token.
 
-        Temperature 0 is greedy. `logprobs` are those at temperature 1. `key` seeds the
-        sampling. Raises SamplerError."""
+        `logprobs` are those at temperature 1. `key` seeds the sampling. Raises
+        SamplerError."""
         if not ids or max_tokens < 1:
             raise SamplerError("a request needs at least one token and one to sample")
         if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
@@ -147,7 +148,7 @@ class Sampler:
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(n)
         done = asyncio.get_running_loop().create_future()
         self.arrivals += 1
-        request = Request(list(ids), n, temperature, frozenset(stop), is_over, uniforms,
+        request = Request(list(ids), n, sampling, frozenset(stop), is_over, uniforms,
                           done, self.arrivals)
         self.waiting.append(request)
         if self.engine is None or self.engine.done():
@@ -161,7 +162,8 @@ class Sampler:
         elif is_over(request.ids):
             end = "block"
         usage = {"prompt": len(ids), "sampled": len(new)}
-        return Completion("", tuple(new), tuple(request.logprobs), end, usage)
+        drawn = () if sampling == Sampling() else tuple(request.drawn)
+        return Completion("", tuple(new), tuple(request.logprobs), end, usage, drawn)
 
     # --- the engine: everything below runs in one task ------------------------------------
 
@@ -200,10 +202,10 @@ class Sampler:
                 self.pages.advance(request, n)
                 self.states.keep_if_marked(request)
             if sampling:
-                tokens, logprobs = sample(logits_BV, sampling)
-                if not np.isfinite(logprobs).all():
+                sampled = sample(logits_BV, sampling)
+                if not np.isfinite(sampled).all():
                     raise FloatingPointError("the model's logits are not finite")
-                self._retire(sampling, tokens, logprobs)
+                self._retire(sampling, sampled)
             self.stats["computed"] += sum(n for _, n in step)
             self.stats["steps"] += 1
         self.stats["seconds"] += time.perf_counter() - began
@@ -289,11 +291,12 @@ class Sampler:
                 return False
         return True
 
-    def _retire(self, requests: list[Request], tokens, logprobs) -> None:
+    def _retire(self, requests: list[Request], sampled: np.ndarray) -> None:
         """Append the tokens; a request leaves with its last one."""
-        for request, token, logprob in zip(requests, tokens, logprobs):
+        for request, token, logprob, drawn in zip(requests, *sampled):
             request.ids.append(int(token))
             request.logprobs.append(float(logprob))
+            request.drawn.append(float(drawn))
             self.stats["sampled"] += 1
             full = len(request.logprobs) == request.max_tokens
             ended = request.ids[-1] in request.stop or request.is_over(request.ids)
@@ -326,23 +329,32 @@ def suited_to(parameters: int) -> Iterator[None]:
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
-    """Tokens, and their log-probabilities at temperature 1: (2, B) float64."""
+    """Tokens, and their log-probabilities at temperature 1 and as drawn: (3, B) float64."""
     numbers = torch.tensor(
-        [(r.uniforms[len(r.logprobs)], r.temperature) for r in requests],
-        dtype=torch.float64)
+        [(r.uniforms[len(r.logprobs)], r.sampling.temperature, r.sampling.top_p)
+         for r in requests], dtype=torch.float64)
     if logits_BV.is_cuda:  # pinned, so that the host does not wait for the logits here
         numbers = numbers.pin_memory()
-    u_B, temperature_B = numbers.to(logits_BV.device, non_blocking=True).unbind(1)
-    logprobs_BV = logits_BV.log_softmax(-1)
-    if all(r.temperature == 1 for r in requests):
-        new_B = draw(logprobs_BV.exp(), u_B)
-    else:
-        divisor_B = temperature_B.clamp(min=1e-6).float()
-        drawn_B = draw((logprobs_BV / divisor_B[:, None]).softmax(-1), u_B)
-        new_B = torch.where(temperature_B > 0, drawn_B, logits_BV.argmax(-1))
-    logprobs_B = logprobs_BV.gather(1, new_B[:, None])[:, 0]  # B V -> B
+    u_B, temperature_B, top_p_B = numbers.to(logits_BV.device, non_blocking=True).unbind(1)
+    logprobs_BV = drawn_BV = logits_BV.log_softmax(-1)
+    if any(r.sampling.temperature != 1 for r in requests):
+        divisor_B = temperature_B.clamp(min=1e-9).float()  # 0: only the likeliest is left
+        drawn_BV = (logprobs_BV / divisor_B[:, None]).log_softmax(-1)
+    if any(r.sampling.top_p < 1 for r in requests):
+        drawn_BV = most_likely(drawn_BV, top_p_B)
+    new_B1 = draw(drawn_BV.exp(), u_B)[:, None]
+    found = new_B1, logprobs_BV.gather(1, new_B1), drawn_BV.gather(1, new_B1)
     # The one copy to the host in a step.
-    return torch.stack((new_B.double(), logprobs_B.double())).cpu().numpy()
+    return torch.cat([each_B1.double() for each_B1 in found], 1).T.cpu().numpy()
+
+
+def most_likely(logprobs_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities among the fewest most likely tokens that reach top_p together; -inf
+    of the others: (B, V)."""
+    falling_BV, order_BV = logprobs_BV.sort(-1, descending=True)
+    before_BV = falling_BV.exp().cumsum(-1) - falling_BV.exp()  # of those more likely
+    falling_BV = falling_BV.masked_fill(before_BV > top_p_B[:, None], -math.inf)
+    return falling_BV.scatter(1, order_BV, falling_BV).log_softmax(-1)
 
 
 def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ Rollouts are stored as JSON lines and shown to people as indented text. Left out
 grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py).
 """
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,14 @@ class Unscored(Exception):
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: from the softmax of logits / temperature (0 is greedy), of the
+    fewest most likely tokens whose probabilities reach top_p."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
 class Completion:
     """What a policy returns when asked for one turn. An API gives text without ids."""
     text: str
@@ -49,6 +58,7 @@ class Completion:
     logprobs: tuple[float, ...] = ()  # one per id, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
+    drawn: tuple[float, ...] = ()  # the same as they were drawn; () with Sampling()
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Turn:
     ids: tuple[int, ...] = ()
     # Of `ids`. None for a turn that was not sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
+    drawn: tuple[float, ...] = ()  # see Completion
 
     @property
     def sampled(self) -> bool:
@@ -103,6 +114,8 @@ class Node:
     # task's score here where --reward replaces it.
     score: float | None = None
     counted: int = 0  # sampled tokens of turns without ids, where a server counted them
+    seconds: float = 0.0  # of its code, as Result.seconds
+    tools: Counter = field(default_factory=Counter)  # how often its code called each
 
     def add(self, turn: Turn) -> None:
         """Append a turn. A rollout never edits an earlier one."""
@@ -111,6 +124,11 @@ class Node:
     @property
     def depth(self) -> int:
         return len(self.path)
+
+    @property
+    def name(self) -> str:
+        """For people: root, rlm 2 or llm 2.0."""
+        return f"{self.kind} {'.'.join(map(str, self.path))}" if self.path else "root"
 
     @property
     def ids(self) -> list[int]:
@@ -186,7 +204,8 @@ def _node(row: dict) -> Node:
     turns = []
     for turn in row["turns"]:
         logprobs = None if turn["logprobs"] is None else tuple(turn["logprobs"])
-        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
+        drawn = tuple(turn.get("drawn", ()))
+        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs, drawn))
     children = [_node(child) for child in row["children"]]
     return Node(**row | {"path": tuple(row["path"]), "turns": turns, "children": children})
 
@@ -197,10 +216,9 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
     lines = []
     for node in root.walk():
         bar = "│  " * node.depth
-        name = f"{node.kind} {'.'.join(map(str, node.path))}" if node.path else "root"
         turns = f"{node.written} turn{'s' * (node.written != 1)}"
         tokens = f"{node.sampled + node.counted} sampled tokens"
-        lines.append(f"{bar}┌ {name}  ({turns}, {tokens})")
+        lines.append(f"{bar}┌ {node.name}  ({turns}, {tokens})")
 
         for turn in node.turns:
             if turn.role == "system":

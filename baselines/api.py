@@ -9,13 +9,15 @@ ends, and the code of its parent sees an error. A refused root counts as failed.
 else (no server, a wrong key, no such model) is the machine's failure: the tree is lost, and
 counts as failed, too.
 
-Left out: streaming, log-probabilities, prices, and models that refuse `temperature`.
+Left out: streaming, log-probabilities, prices, and models that refuse `temperature`
+or `top_p`.
 """
 import os
+from dataclasses import asdict
 
 import openai
 
-from tree import Completion, Lost, Node, Refused
+from tree import Completion, Lost, Node, Refused, Sampling
 from util import MISREAD
 
 REFUSALS = (400, 413, 422)
@@ -26,9 +28,9 @@ class API:
     """policy(node, max_tokens, key) -> Completion without ids. `url` ends before
     /chat/completions, as http://localhost:8000/v1."""
 
-    def __init__(self, url: str, model: str, temperature: float = 1.0,
+    def __init__(self, url: str, model: str, sampling: Sampling = Sampling(),
                  max_retries: int = 5):
-        self.model, self.temperature = model, temperature
+        self.model, self.sampling = model, asdict(sampling)
         self.server = {"base_url": url, "max_retries": max_retries,
                        "api_key": os.environ.get("OPENAI_API_KEY") or "none"}
         self.limit = "max_tokens"  # or NEWER, once a server asks for it
@@ -42,7 +44,7 @@ class API:
         try:
             async with openai.AsyncOpenAI(**self.server) as client:
                 reply = await client.chat.completions.create(
-                    model=self.model, messages=messages, temperature=self.temperature,
+                    model=self.model, messages=messages, **self.sampling,
                     **{limit: max_tokens})
             choice, used = reply.choices[0], reply.usage
             usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}

@@ -12,7 +12,7 @@ from conftest import command
 from rlm import RLMConfig, collect, jobs
 from stub_server import KEY, Stub
 from tasks import Task
-from tree import Lost, Node, Refused, Turn
+from tree import Lost, Node, Refused, Sampling, Turn
 
 TASK = Task("t", "question", "What is it?", "the context")
 
@@ -39,11 +39,12 @@ def complete(server, text, **more):
 
 def test_a_request_and_its_reply():
     with Stub(says="hi there") as server:
-        done = complete(server, "a \ud800 question", temperature=0.5)
+        done = complete(server, "a \ud800 question", sampling=Sampling(0.5, 0.9))
     assert (done.text, done.ids, done.logprobs, done.stop) == ("hi there", (), (), "stop")
     assert done.usage == {"prompt": 5, "sampled": 2}
     [sent] = server.log
     assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("m", 0.5, 5)
+    assert sent["top_p"] == 0.9
     assert sent["messages"] == [{"role": "system", "content": "be brief"},
                                 {"role": "user", "content": "a ? question"}]
 
@@ -94,14 +95,14 @@ def test_a_reply_that_cannot_be_used_loses_the_request(raw):
         complete(server, "q", max_retries=0)
 
 
-def test_the_command_line_shows_the_tree_then_the_answer(tmp_path, monkeypatch, capsys):
+def test_the_command_line_shows_the_turns_and_then_the_answer(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("What is in the file")
     with Stub(says=block("print('\x1b[2Jseen')\nFINAL(context[:4])")) as server:
         args = "--api-model", "m", "A question?", tmp_path / "a.txt"
         assert command(rlm, monkeypatch, "--api", server.url, *args) is None
     out, err = capsys.readouterr()
-    assert out.startswith("┌ root  (1 turn, 4 sampled tokens)\n│ · A question?")
-    assert out.endswith("\n\nWhat\n") and "\x1b" not in out and not err
+    assert out == "What\n" and "\x1b" not in err
+    assert "tokens, at last\nA question?" in err and "FINAL(context[:4])" in err
     with Stub(says="1", always="413") as server:
         message = command(rlm, monkeypatch, "--api", server.url, *args)
     assert message.startswith("rlm.py: Error code: 413")

@@ -20,8 +20,10 @@ from engine.pages import token_bytes
 from engine.states import Slots, state_bytes
 from model import OffsetNorm, Decoder, DecoderConfig
 from sampler import Pages, Request, Sampler, SamplerError
+from tree import Sampling
 
 VOCAB, WINDOW = 29, 48
+GREEDY = Sampling(0)
 SPLITS = torch.__version__ >= "2.13"  # varlen_attn, over pages, unless told not to
 
 
@@ -389,20 +391,28 @@ def test_on_pages_of_any_size_every_position_is_computed_once(attention, page):
 
 # --- what is sampled ----------------------------------------------------------------------
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_the_tempered_softmax_says(temperature):
+@pytest.mark.parametrize("temperature, top_p, kept", [
+    (0.5, 1.0, VOCAB), (1.0, 1.0, VOCAB), (2.0, 1.0, VOCAB), (1.0, 0.5, 0), (1.6, 0.9, 0),
+    (0.0, 1.0, 1), (1.0, 0.0, 1)])
+def test_tokens_come_as_often_as_their_sampling_says(temperature, top_p, kept):
     """Over an even grid of random numbers, up to the extremes; what has no probability
     never comes."""
     logits, n = row_logprobs(MODEL, [3, 1])[-1:].clone(), 2000
     logits[0, [0, 9, VOCAB - 1]] = -torch.inf
     grid = np.linspace(0, 1 - 2.0 ** -53, n)
-    requests = [Request([1], 1, temperature, frozenset(), bool, grid[i:], None)
+    sampling = Sampling(temperature, top_p)
+    requests = [Request([1], 1, sampling, frozenset(), bool, grid[i:], None)
                 for i in range(n)]
-    new, logprobs = sampler_module.sample(logits.expand(n, -1), requests)
+    new, logprobs, drawn = sampler_module.sample(logits.expand(n, -1), requests)
     counts = torch.from_numpy(new).long().bincount(minlength=VOCAB)
-    want = n * (logits[0] / temperature).softmax(-1)
-    assert (counts - want).abs().max() < 2 and not counts[[0, 9, VOCAB - 1]].any()
+    want = (logits[0] / max(temperature, 1e-9)).softmax(-1)
+    order = want.argsort(descending=True)
+    kept = kept or next(k for k in range(VOCAB) if want[order[:k]].sum() >= top_p)
+    want[order[kept:]] = 0
+    want /= want.sum()
+    assert (counts - n * want).abs().max() < 2 and not counts[[0, 9, VOCAB - 1]].any()
     assert close(logprobs, logits[0].log_softmax(-1)[new].tolist())
+    assert close(drawn, want.log()[new].tolist())
 
 
 @pytest.mark.parametrize("block", [16, 128])
@@ -474,9 +484,9 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
     async def main():
         sampler = make(batch=2, tokens=pool)
         good = [[1, 2], [7], [1, 2, 3]]
-        done = await gather(*(sampler.generate(row, 6, temperature=0) for row in good[:2]),
+        done = await gather(*(sampler.generate(row, 6, sampling=GREEDY) for row in good[:2]),
                             sampler.generate(ids, max_tokens),
-                            sampler.generate(good[2], 6, temperature=0))
+                            sampler.generate(good[2], 6, sampling=GREEDY))
         bad = done.pop(2)
         assert isinstance(bad, SamplerError) and message in str(bad)
         assert [got.ids for got in done] == [naive_greedy(MODEL, row, 6)[0] for row in good]
@@ -486,7 +496,7 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
 async def works(sampler, model=MODEL):
     """Whether it serves requests as if nothing had happened."""
     rows = [[i, 2, 3] for i in range(5)]
-    done = gather(*(sampler.generate(row, 5, temperature=0) for row in rows))
+    done = gather(*(sampler.generate(row, 5, sampling=GREEDY) for row in rows))
     return [got.ids for got in await asyncio.wait_for(done, 20)] == [
         naive_greedy(model, row, 5)[0] for row in rows]
 
@@ -500,7 +510,7 @@ def test_after_logits_that_are_not_finite_the_sampler_works_again():
     async def main():
         sampler = make(sick, batch=4)
         for _ in range(3):
-            bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, temperature=0))
+            bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, sampling=GREEDY))
             assert isinstance(bad, SamplerError) and "finite" in str(bad)
             assert await works(sampler, sick)
     asyncio.run(main())
@@ -606,7 +616,7 @@ def test_prompts_of_one_step_do_not_disturb_each_other(attention):
     async def main():
         sampler = make()
         rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
-        done = await gather(*(sampler.generate(row, 4, temperature=0) for row in rows))
+        done = await gather(*(sampler.generate(row, 4, sampling=GREEDY) for row in rows))
         assert sampler.stats["steps"] == 4  # all prompts in the first
         for row, got in zip(rows, done):
             ids, logprobs = naive_greedy(MODEL, row, 4)

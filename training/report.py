@@ -133,11 +133,10 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
         return row
 
     def pack_node(node: Node) -> dict:
-        name = ".".join(map(str, node.path))
         seen = node.turns if node.path else node.said  # each child is shown the same
         examples = len(seen) - len(node.turns)
         return {
-            "name": f"{node.kind} {name}" if name else "root", "depth": node.depth,
+            "name": node.name, "depth": node.depth,
             "end": f"{node.end}: {node.reason}" if node.reason else node.end,
             "n": node.sampled + node.counted, "errors": len(node.errors),
             "adv": rounded(advantages.get(node)), "answer": shown(node.answer),
