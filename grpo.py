@@ -9,7 +9,7 @@ and every node below it inherits A_g: children need no reward of their own. The 
 a tree is that of the blog "Reinforcing Recursive Language Models" (alphaXiv, 2026),
 
     J(y, A) = J_node(y, A) + (1 / k_y) * sum_i J(y_i, A)
-    J_node  = c * sum_t [w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A) - beta k3_t]
+    J_node  = c * sum_t w_t [min(rho_t A, clip(rho_t, 1 - low, 1 + high) A) - beta KL_t]
     J       = the mean of J(root_g, A_g) over all scored trees of the batch
 
 over the k_y children of y that sampled a token, and the sampled tokens t of y. The loss is
@@ -17,9 +17,10 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
 
     c        a constant (Dr. GRPO), where the blog's formula has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
-    w_t      pi_old / pi_sampler, at most 2. Trainer and sampler round differently; this
-             importance weight corrects for it
-    k3_t     estimates KL(pi || pi_ref), where GRPO started from pi_ref
+    w_t      pi_old / pi_drawn, at most 2: an importance weight. Trainer and sampler round
+             differently, and tokens may be drawn at another temperature
+    KL_t     rho_t k3_t, which estimates KL(pi || pi_ref); GRPO started from pi_ref. With
+             rho_t its gradient is that of the KL, too (DeepSeek-V3.2, 2512.02556)
 
 The functions stand in the order of the equation. All weights are known before the first
 forward pass. So the loss depends neither on how rows are packed (engine/packing.py) nor on
@@ -120,6 +121,7 @@ class Row:
     advantages: list[float]  # (N)
     weight: float  # what each sampled token weighs in the loss
     depth: int = 0  # how deep the node is; a root has 0
+    drawn: list[float] = ()  # (N), as they were drawn, where `logprobs` does not say that
 
 
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
@@ -142,13 +144,30 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]
             per_token = [a for a, turn in zip(given.advantages, turns) for _ in turn.ids]
+            drawn = [p for turn in turns for p in turn.drawn]
             rows.append(Row(node.ids, node.mask, node.logprobs, per_token,
-                            given.weight / divisor, node.depth))
+                            given.weight / divisor, node.depth, drawn))
     return rows
 
 
-def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
-                config: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def dealt(rollouts: list[Rollout], config: GRPOConfig) -> list[list[Rollout]]:
+    """The trees in `config.updates` minibatches; those of a question are in one."""
+    place = {name: i % config.updates
+             for i, name in enumerate(dict.fromkeys(r.group for r in rollouts))}
+    return [[r for r in rollouts if place[r.group] == i] for i in range(config.updates)]
+
+
+def clipped_loss(logprobs_N: Tensor, log_ratio_N: Tensor, pack: dict,
+                 config: GRPOConfig) -> Tensor:
+    """-min(rho A, clip(rho) A) of each token (PPO, 1707.06347): (N). Another objective may
+    have another `loss`. It sees the tokens of whole rows, pack["sampled"] of each."""
+    A_N, ratio_N = pack["advantages"], log_ratio_N.exp()
+    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    return -torch.minimum(ratio_N * A_N, clipped_N * A_N)
+
+
+def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict, config: GRPOConfig,
+                loss: Callable = clipped_loss) -> tuple[Tensor, dict[str, Tensor]]:
     """-J over the N sampled tokens of a pack, and what is watched of each, {name: (N)}.
 
     `pack` is what engine.packing.collate returned, with up to two more tensors (N): "old",
@@ -156,29 +175,27 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict,
     pi_ref for the KL term."""
     A_N = pack["advantages"]
     old_N = pack.get("old", logprobs_N).detach()
-
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()  # rho_t
-    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    surrogate_N = torch.minimum(ratio_N * A_N, clipped_N * A_N)
-
-    gap_N = old_N - pack["sampler"]
-    trust_N = gap_N.exp().clamp(max=TRUST_MAX)  # w_t
-    objective_N = trust_N * surrogate_N
+    loss_N = loss(logprobs_N, log_ratio_N, pack, config)
 
     reference_kl_N = torch.zeros_like(old_N)
     if config.kl:
         distance_N = pack["reference"] - logprobs_N
         reference_kl_N = distance_N.exp() - distance_N - 1  # k3_t (Schulman, 2020)
-        objective_N = objective_N - config.kl * reference_kl_N
-    loss = -(pack["weights"] * objective_N).sum()  # weights: c, 1/k and the mean
+        loss_N = loss_N + config.kl * ratio_N * reference_kl_N
 
+    drawn_N = pack.get("drawn", pack["sampler"])
+    trust_N = (old_N - drawn_N).exp().clamp(max=TRUST_MAX)  # w_t
+    total = (pack["weights"] * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
+
+    beyond_N = ratio_N - ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     watched = {
-        "ratio": ratio_N, "clipped": (ratio_N * A_N > clipped_N * A_N).to(old_N),
+        "ratio": ratio_N, "clipped": (beyond_N * A_N > 0).to(old_N),
         "kl": ratio_N - 1 - log_ratio_N,  # k3 from the policy before the update
         "reference_kl": reference_kl_N, "entropy": entropies_N, "advantage": A_N.abs(),
-        "gap": gap_N.abs()}
-    return loss, {name: values_N.detach() for name, values_N in watched.items()}
+        "gap": (old_N - pack["sampler"]).abs()}
+    return total, {name: values_N.detach() for name, values_N in watched.items()}
 
 
 @torch.no_grad()
@@ -216,8 +233,8 @@ def centred(values: list[float]) -> list[float]:
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
-                "(baselines/objectives.py); or path/to/file.py[:function]")
+        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own, gspo, "
+                "cispo (baselines/objectives.py); or path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))
@@ -231,7 +248,8 @@ class GRPOConfig:
         choices=("constant", "sequence", "batch"))
     std: str = flag(
         "on", "divide by the group's deviation (Dr. GRPO: off)", choices=("on", "off"))
-    updates: int = flag(1, "optimizer steps on each batch, each over all of it", 1)
+    updates: int = flag(
+        1, "optimizer steps on each batch, each over its share of the questions", 1)
     kl: float = flag(0.0, "beta of the KL term to the policy that GRPO started from")
 
     def __post_init__(self):

@@ -57,7 +57,7 @@ from training.scores import evaluate
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from training.setup import (Setup, grown, load, make_sampler, prepare, reference_of,
                             scripted_trees)
-from tree import Node, Rollout
+from tree import Node, Rollout, Sampling
 from util import parse
 
 
@@ -94,7 +94,7 @@ def main() -> None:
 def train(config: Config, world: World) -> None:
     """One run: the warm-up and GRPO, with an evaluation after each. With --plan only what
     it needs: no weights are read, and nothing is written."""
-    setup = prepare(config, world, objective_of(config))
+    setup = prepare(config, world, *objective_of(config))
     if config.plan:
         return
     run, questions = setup.run, setup.questions
@@ -121,12 +121,15 @@ def train(config: Config, world: World) -> None:
         raise ValueError(NOTHING_LEARNT)
 
 
-def objective_of(config: Config) -> Callable:
-    """grpo.credit, one of baselines/objectives.py, or the function of a file. Raises
-    ValueError for an unknown name, and for a switch that such a name does not read."""
-    objective = grpo.credit
+def objective_of(config: Config) -> tuple[Callable, Callable]:
+    """grpo.credit, one of baselines/objectives.py, or the function of a file; and the loss
+    that goes with it. Raises ValueError for an unknown name, and for a switch that such a
+    name does not read."""
+    objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
         objective = util.load_function(config.objective, "credit")
+        path, colon, _ = config.objective.partition(".py:")
+        loss = getattr(util.load_file(path + ".py" if colon else path), "loss", loss)
     elif config.objective != "grpo":
         from baselines import objectives
 
@@ -135,7 +138,8 @@ def objective_of(config: Config) -> Callable:
                              f"{', '.join(objectives.READS)} or path/to/file.py")
         objectives.check_switches(config)
         objective = getattr(objectives, config.objective)
-    return objective
+        loss = getattr(objectives, f"{config.objective}_loss", loss)
+    return objective, loss
 
 
 # ------------------------------------------------------------------------------------------
@@ -233,11 +237,14 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
         asked = questions.batch(state.step, config.questions)
-        rollouts = sample(asked, (config.seed, state.step), "trees", config.group)
+        rollouts = sample(asked, (config.seed, state.step), "trees", config.group,
+                          Sampling(config.temperature, config.top_p))
         clock.sampled()
         credit = setup.objective(rollouts, config)
-        rows = grpo.make_rows(rollouts, credit, config)
-        measured = update(setup, model, optimizer, reference, rows)
+        batches = [grpo.make_rows(trees, credit, config)
+                   for trees in grpo.dealt(rollouts, config)]
+        measured = update(setup, model, optimizer, reference, batches)
+        rows = sum(batches, [])
 
         state.step += 1
         state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
@@ -254,37 +261,39 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
 
 
 def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | None,
-           rows: list[Row]) -> dict:
-    """One optimizer step over all rows, or --updates of them; none without any row. Returns
-    what was measured at the last one: means over the tokens, the gradient's norm before
+           batches: list[list[Row]]) -> dict:
+    """One optimizer step per batch of rows that has any. Returns the rate and what was
+    measured: means over all tokens; and of the worst step the gradient's norm before
     clipping, how much the policy forgot, and the share of the step that is left."""
     config, plan, world = setup.config, setup.plan, setup.run.world
-    measured = {"grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
-    if not rows:
-        return measured
-    packs = packing.packs(rows, plan, world, DEVICE)
-    grpo.add_log_probabilities(packs, config, model, reference)
-    for _ in range(config.updates):
-        stats, watch = Stats(), steady.Watch(model, rows, plan, world)
+    lr, stats = learning_rate(config, setup.run.state), Stats()
+    measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
+    batches = [(rows, packing.packs(rows, plan, world, DEVICE)) for rows in batches if rows]
+    for _, packs in batches:  # of all, before the first step
+        grpo.add_log_probabilities(packs, config, model, reference)
+    for rows, packs in batches:
+        part, watch = Stats(), steady.Watch(model, rows, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-            loss, watched = policy_loss(logprobs, entropy, pack, config)
+            loss, watched = policy_loss(logprobs, entropy, pack, config, setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
-            stats += Stats.of(loss, watched)
-        stats = sum(world.gather(stats), Stats())
-        lr = learning_rate(config, setup.run.state)
-        norm = optimizer_step(model, optimizer, lr, stats.loss)
+            part += Stats.of(loss, watched)
+        part = sum(world.gather(part), Stats())
+        norm = optimizer_step(model, optimizer, lr, part.loss)
         forgot, left = steady.shorten(optimizer, watch.forgot)
-        measured = {"grad_norm": norm, "forgot": forgot, "step_left": left}
-    return stats.metrics() | measured
+        measured |= {"grad_norm": max(norm, measured["grad_norm"]),
+                     "forgot": max(forgot, measured["forgot"]),
+                     "step_left": min(left, measured["step_left"])}
+        stats += part
+    return stats.metrics(len(batches)) | measured
 
 
 def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str,
-                  group: int = 1) -> list[Rollout]:
+                  group: int = 1, sampling: Sampling = Sampling()) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
-    policy = rlm.local_policy(sampler, run.tokenizer)
+    policy = rlm.local_policy(sampler, run.tokenizer, sampling)
     return grown(rlm.jobs(asked, key, group), run.world, lambda jobs: rlm.collect(
         jobs, policy, run.tokenizer, run.rlm_config, label=label, score=score))
 

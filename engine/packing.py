@@ -114,13 +114,17 @@ def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
 
     ids = [i for row in rows for i in row.ids]
     mask = [m for row in rows for m in row.mask]
-    return {
+    pack = {
         "ids": torch.tensor([ids or [0]], device=device),  # (1, T)
         "mask": torch.tensor([mask or [0]], device=device),  # (1, T)
         "lengths": [len(row.ids) for row in rows] or [1],  # (rows)
         "depths": [row.depth for row in rows],  # (rows)
+        "sampled": [sum(row.mask) for row in rows],  # (rows)
         # (N) each
         "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
         "advantages": flat(lambda row: row.advantages),
         "weights": flat(lambda row: [row.weight] * sum(row.mask)),
     }
+    if any(row.drawn for row in rows):
+        pack["drawn"] = flat(lambda row: row.drawn)  # (N)
+    return pack

@@ -1,15 +1,18 @@
 """From rewards to a loss: numbers by hand, and what must not depend on batching."""
 import math
 import random
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from test_sampler import HYBRID
 
+from baselines import objectives
 from engine.attention import PackedRows, gather
 from engine.packing import collate, micro_batches
-from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages, credit, make_rows,
-                  node_weights, policy_loss)
+from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
+                  clipped_loss, credit, dealt, make_rows, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import Stats
 from tree import Node, Rollout, Turn
@@ -174,16 +177,63 @@ def test_what_is_watched_of_a_batch_by_hand():
         "largest_gap": math.log(3), "loss": loss.item()})
 
 
-def test_the_kl_term_by_hand():
-    new = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    zero = torch.zeros(1, dtype=torch.float64)
-    pack = {"sampler": new.detach(), "advantages": zero, "weights": zero + 0.5,
-            "reference": new.detach() + math.log(3)}
-    loss, watched = policy_loss(new, zero, pack, GRPOConfig(kl=0.2))
-    loss.backward()
-    assert loss.item() == pytest.approx(0.2 * 0.5 * (3 - math.log(3) - 1))
-    assert watched["reference_kl"].item() == pytest.approx(3 - math.log(3) - 1)
-    assert new.grad.item() == pytest.approx(0.2 * 0.5 * (1 - 3))
+@pytest.mark.parametrize("switches, theirs", [
+    (dict(length="sequence"), dict(loss_type="grpo")),
+    (dict(length="constant"), dict(loss_type="dr_grpo")),
+    (dict(length="batch", children="sum"), dict(loss_type="dapo")),
+    (dict(length="sequence", kl=0.3), dict(loss_type="grpo", beta=0.3)),
+    (dict(length="sequence", objective="gspo"), dict(
+        loss_type="grpo", importance_sampling_level="sequence",
+        epsilon_low=objectives.GSPO_LOW, epsilon_high=objectives.GSPO_HIGH)),
+    (dict(length="batch", children="sum", objective="cispo"), dict(
+        loss_type="cispo", epsilon_high=objectives.CISPO_MOST))])
+def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs):
+    """Its GRPOTrainer masks what tools say, as we mask observations. Half of the ratios are
+    beyond the clip."""
+    trl = pytest.importorskip("trl")
+    config = plain(**switches)
+    trees = [rollout(reward, node((), n)) for reward, n in
+             ((1.0, 7), (0.1, 4), (0.0, 9), (0.2, 2))]
+    rows = rows_of(trees, config)
+    pack = collate(rows, "cpu")
+    masks = [torch.tensor(row.mask[2:]) for row in rows]  # without the prompts
+    tool_BT = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    torch.manual_seed(0)
+    old_BT = -torch.rand(tool_BT.shape)
+    new_BT = (old_BT + 0.3 * torch.randn(tool_BT.shape)).requires_grad_()
+    reference_BT = old_BT + 0.3 * torch.randn(tool_BT.shape)
+
+    old_N, reference_N, new_N = (x[tool_BT.bool()] for x in (old_BT, reference_BT, new_BT))
+    pack |= {"old": old_N, "sampler": old_N, "reference": reference_N}
+    loss = getattr(objectives, f"{config.objective}_loss", clipped_loss)
+    policy_loss(new_N, torch.zeros(len(new_N)), pack, config, loss)[0].backward()
+    ours, new_BT.grad = new_BT.grad, None
+
+    settings = dict(
+        epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, importance_sampling_level="token",
+        max_completion_length=int(LENGTH_CONSTANT), current_gradient_accumulation_steps=1,
+        beta=0.0, use_vllm=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        aux_loss_enabled=False, _entropy_bonus_enabled=False, accelerator=SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x))
+    trainer = MagicMock(**settings | theirs)
+    trainer.args = SimpleNamespace(  # the KL with its correction, which is the default
+        delta=None, steps_per_generation=1, use_bias_correction_kl=True)
+    trainer._get_per_token_logps_and_entropies.return_value = new_BT, old_BT, None
+    tensors = dict(
+        prompt_ids=tool_BT, prompt_mask=tool_BT, completion_ids=tool_BT, tool_mask=tool_BT,
+        completion_mask=torch.ones_like(tool_BT), num_items_in_batch=tool_BT.sum(),
+        old_per_token_logps=old_BT, ref_per_token_logps=reference_BT,
+        advantages=torch.tensor([row.advantages[0] for row in rows]))
+    trl.GRPOTrainer._compute_loss(trainer, None, tensors).backward()
+    assert (ours - new_BT.grad).norm() < 1e-6 * new_BT.grad.norm()
+
+
+def test_questions_are_dealt_whole_and_evenly_into_minibatches():
+    trees = [rollout(i, group=str(i % 7)) for i in range(28)]
+    parts = dealt(trees, plain(updates=3))
+    assert sorted(r.reward for part in parts for r in part) == list(range(28))
+    assert [len({r.group for r in part}) for part in parts] == [3, 2, 2]
+    assert dealt(trees, plain()) == [trees]
 
 
 def random_rows(n, seed=0, longest=60, alike=0.0):

@@ -205,12 +205,13 @@ def scripted_trees(short_run):
 
 @pytest.mark.parametrize("flags", [
     "--kl 0.1 --updates 2", "--lora-rank 2 --kl 0.1", "--lora-rank 2 --objective dpo",
-    "--objective rao"])
+    "--objective rao", "--updates 2 --objective gspo"])
 def test_an_update_moves_the_weights_and_logs_what_to_watch(
         flags, loop_of, scripted_trees):
     loop = loop_of(*flags.split())
     before = copies(loop.model)
-    row = reinforce(loop, [scripted_trees])
+    other = [replace(tree, group="other") for tree in scripted_trees]
+    row = reinforce(loop, [scripted_trees + other])
     assert moved(before, loop.model)
     assert all(math.isfinite(row[name]) for name in
                ("ratio", "kl", "reference_kl", "entropy", "gap", "loss", "grad_norm"))
@@ -240,7 +241,7 @@ def test_a_step_that_forgets_too_much_is_shortened(
         ends = {}
         for most in (1.0, 0.01):
             shutil.rmtree(tmp_path / "t", ignore_errors=True)
-            loop = loop_of("--steps", 3, "--updates", 2, *flags)
+            loop = loop_of("--steps", 6, *flags)
             found, optimizer_step = [], train.optimizer_step
 
             def watch(model, optimizer, *more):

@@ -5,10 +5,12 @@ Left out: held-out scores (eval.py), and the loss itself (grpo.py).
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 
 import torch
 from torch import Tensor
 
+from grpo import scored_groups
 from tree import Node, Rollout
 
 
@@ -44,6 +46,8 @@ def describe(rollouts: list[Rollout], credits: dict) -> dict:
     n = len(scored)
     row = {
         "reward": sum(rollout.reward for rollout in scored) / n,
+        "reward_std": fmean(pstdev(rollouts[i].reward for i in members)
+                            for members in scored_groups(rollouts).values()),
         "flat": sum(is_flat(rollout.root) for rollout in scored) / n,
         "failed": len(rollouts) - n,
         "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
@@ -58,6 +62,13 @@ def describe(rollouts: list[Rollout], credits: dict) -> dict:
     own = [r.root.score for r in scored if r.root.score is not None]
     if own:  # --reward replaces the task's own score, and the roots keep the latter
         row["score"] = sum(own) / len(own)
+    for depth in sorted({node.depth for node in nodes}):
+        level = [node for node in nodes if node.depth == depth]
+        row[f"tokens_d{depth}"] = fmean(node.sampled for node in level)
+        row[f"errors_d{depth}"] = fmean(len(node.errors) for node in level)
+        scores = [node.score for node in level if node.score is not None]
+        if scores:
+            row[f"score_d{depth}"] = fmean(scores)
     return row
 
 
@@ -114,8 +125,10 @@ class Stats:
         largest_gap = max(self.largest_gap, other.largest_gap)
         return Stats(self.loss + other.loss, largest_gap, sums)
 
-    def metrics(self) -> dict:
-        """Means over the tokens, as metrics.jsonl has them. Absent without any token."""
+    def metrics(self, steps: int = 1) -> dict:
+        """Means over the tokens and the steps, as metrics.jsonl has them. {} of nothing."""
+        if not steps:
+            return {}
         means = {name: value / self.sums["count"]
                  for name, value in self.sums.items() if name != "count"}
-        return means | {"loss": self.loss, "largest_gap": self.largest_gap}
+        return means | {"loss": self.loss / steps, "largest_gap": self.largest_gap}

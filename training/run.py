@@ -28,7 +28,7 @@ from engine import hf
 from engine.parallel import World
 from training import checkpoint, metrics, report
 from tree import Node, Rollout, printable, render, write_rollouts
-from util import program, read_json, reading, write_json, write_text
+from util import load_function, program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -38,7 +38,7 @@ REPORT_SECONDS = 60.0  # between report pages
 KEPT_STEPS = 100  # whose trees are kept; docs/training.md says how large they are
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout sandbox".split()
+MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout log sandbox".split()
 
 
 @dataclass
@@ -83,6 +83,9 @@ class Run:
         self.out = config.out
         self.began = self.saved = self.reported = self.trimmed = time.monotonic()
         self.state = State()
+        self.logger = None  # a user's; on other ranks the file is not even loaded
+        if config.log and not world.rank:
+            self.logger = load_function(config.log, "log")
 
     # --- where it starts ------------------------------------------------------------------
 
@@ -167,6 +170,8 @@ class Run:
             row = row | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            if self.logger:
+                self.logger(row)
 
     def log_step(self, rollouts: list[Rollout], credit: dict, rows: list,
                  measured: dict) -> None:
@@ -323,7 +328,7 @@ def thinned(rollout: Rollout) -> Rollout:
         for turn in node.turns:
             logprobs = turn.logprobs and tuple(round(p, 4) for p in turn.logprobs)
             ids = turn.ids if turn.sampled else ()
-            turns.append(replace(turn, ids=ids, logprobs=logprobs))
+            turns.append(replace(turn, ids=ids, logprobs=logprobs, drawn=()))
         return replace(node, turns=turns, children=[thin(c) for c in node.children])
 
     task = replace(rollout.task, context=None)

@@ -61,6 +61,8 @@ class RunConfig:
     card: int = flag(0, "GB of the GPU that --plan is for; 0: of the device here", 2)
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     heldout: int = flag(128, "held-out questions, where they are generated", 1)
+    log: str = flag(
+        "", "what gets each row of metrics.jsonl: path/to/file.py[:function]")
     eval_every: int = flag(
         0, "steps between scores on questions for validation; OUT/best has the best "
            "weights; 0: never")
@@ -91,6 +93,10 @@ class UpdateConfig:
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
+    temperature: float = flag(
+        1.0, "of the trees; trained and evaluated is the policy at 1", POSITIVE)
+    top_p: float = flag(
+        1.0, "of the trees: only the most likely tokens, until they reach this together")
     lr: float = flag(
         float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
         common=True, shown=by_checkpoint("lr"))

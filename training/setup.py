@@ -55,13 +55,14 @@ class Setup:
     start: Start
     questions: Questions
     score: Callable
-    objective: Callable
+    objective: Callable  # who is trained: grpo.credit, or another
+    loss: Callable  # of a token: grpo.clipped_loss, or that of the objective
     tokenizer: Tokenizer
     rlm_config: RLMConfig
     saved: list[Rollout]  # trees that the warm-up imitates in place of scripts
 
 
-def prepare(config: Any, world: World, objective: Callable) -> Setup:
+def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> Setup:
     """Read and check what the user gave, so that a typo leaves no directory; then what the
     checkpoint says. Prints what the run begins with, and with --plan all of it."""
     if config.plan and not config.model:
@@ -98,8 +99,8 @@ def prepare(config: Any, world: World, objective: Callable) -> Setup:
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, task=name, window=plan.window)
-    setup = Setup(config, run, plan, start, questions, score, objective, tokenizer,
-                  rlm_config, saved)
+    setup = Setup(config, run, plan, start, questions, score, objective, loss,
+                  tokenizer, rlm_config, saved)
     announce(setup, wanted)
     if not config.plan and not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "

@@ -47,8 +47,7 @@ class Watch:
         """In [0, 1], the same on all ranks."""
         changes = []
         for pack, before, after in zip(self.packs, self.before, self.logprobs()):
-            masks = pack["mask"][0].split(pack["lengths"])
-            per_node = (after - before).double().split([int(m.sum()) for m in masks])
+            per_node = (after - before).double().split(pack["sampled"])
             changes += zip(pack["depths"], [part.sum().item() for part in per_node])
         lost = defaultdict(list)
         for depth, change in [pair for part in self.world.gather(changes) for pair in part]:
