@@ -14,7 +14,9 @@ import pytest
 import eval as evaluation
 import rlm
 import train
+import util
 from conftest import FLAT, SHORT, SMALL_MODEL, command
+from tree import read_rollouts
 from training import setup
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,7 +155,9 @@ def trained(elsewhere):
 def test_the_oracle_answers_the_example(elsewhere, monkeypatch, capsys):
     arguments = next(a for a in commands("eval", "rooms.py") if "oracle" in a)
     monkeypatch.chdir(elsewhere)
-    assert command(evaluation, monkeypatch, *arguments) is None
+    assert command(evaluation, monkeypatch, *arguments, "--save", "trees.jsonl") is None
+    child = read_rollouts("trees.jsonl")[0].root.children[0]
+    assert child.tools == {"rooms_of": 1} and child.seconds > 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:6] == ["4", "0", "1.000"]
 
@@ -170,8 +174,21 @@ def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatc
     """Both in one run, which starts from a warm-up that other tests use as well."""
     [reward], [objective] = commands("train", "price.py"), commands("train", "levels.py")
     monkeypatch.chdir(elsewhere)
-    start = ["--model", short_run / "warmup", "--warmup-steps", 0]
+    (elsewhere / "kept.py").write_text("rows = []\nlog = rows.append")
+    start = ["--log", "kept.py", "--model", short_run / "warmup", "--warmup-steps", 0]
     assert FLAT in command(train, monkeypatch, *reward, *objective, *SHORT, *start)
     rows = (elsewhere / "runs" / "levels" / "metrics.jsonl").read_text().splitlines()
+    assert util.load_file("kept.py").rows == [*map(json.loads, rows)]
     row = next(row for row in map(json.loads, rows) if row["phase"] == "grpo")
     assert row["score"] - row["reward"] == pytest.approx(row["tokens"] / 10_000)
+
+
+@pytest.mark.parametrize("name, package", [
+    ("to_tensorboard", "tensorboard"), ("to_wandb", "wandb")])
+def test_the_example_logs_take_a_row(name, package, elsewhere, monkeypatch):
+    pytest.importorskip(package)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = util.load_function(f"logs.py:{name}", "log")
+    log({"phase": "grpo", "step": 1, "reward": 0.5, "ends": {"final": 3}})
+    assert [*elsewhere.rglob("*tfevents*"), *elsewhere.rglob("*.wandb")]
