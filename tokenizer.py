@@ -42,7 +42,8 @@ RUN = 1 << 16
 LONG_RUN = re.compile(r"(?<!\s)(\s{%d,})" % RUN)
 
 # The files spell each byte as one printable character, as GPT-2's do: the printable ones
-# of Latin-1 stand for themselves, the others are numbered from 256. In the order of ids.
+# of Latin-1 stand for themselves, the others are numbered from 256. BYTES has them in the
+# order in which a trained vocabulary numbers them.
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN = sorted({*range(256)} - {*PRINTED})
 BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(HIDDEN)}

@@ -2,7 +2,7 @@
 update, where a common prefix is computed once. engine/pages.py has it for the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
-computed, S that are seen. Of linear layers, see engine/delta.py.
+computed, S that are seen. Linear layers have others: engine/delta.py.
 """
 import contextlib
 import inspect
@@ -87,7 +87,7 @@ class PackedRows(Rows):
         rows = [ids[end - length:end] for length, end in zip(lengths, ends)]
         states = np.zeros(len(ids), np.int64)
         computed, positions, keys, before = [], [], [], []
-        counts = []  # of each row with tokens to compute: how many, and how many in all
+        counts = []  # how many tokens each row computes, and how many it has, if it computes
         row = np.zeros(0, np.int64)  # states of the row before
         for i, shared in zip(*by_prefix(rows)):
             begin, end = ends[i] - lengths[i], ends[i]

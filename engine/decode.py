@@ -19,7 +19,7 @@ from torch import Tensor
 SPAN = 256  # tokens of a span
 BLOCK = 64  # tokens, and in merging spans, that are read at once
 PROGRAMS = 2048  # that fill a card; each takes every n-th span of a request
-COLUMNS = 32  # of a matrix of the delta rule, for one program
+COLUMNS = 32  # one program has so many columns of a matrix of the delta rule
 LEAST = 16  # programs of a request and key head, for a long one among many short ones
 
 
@@ -109,7 +109,7 @@ def delta_step(matrices, slots, q, k, v, decay, strength, out, scale,
     b, h = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, WIDE)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    shared = (b * J + h // (H // J)) * K  # by the value heads of a key head
+    shared = (b * J + h // (H // J)) * K  # the value heads of a key head share it
     key = tl.load(k + shared + row, row < K, 0.0).to(tl.float32)
     query = tl.load(q + shared + row, row < K, 0.0).to(tl.float32)
     key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)

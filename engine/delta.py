@@ -46,7 +46,7 @@ class Runs:
         self.size = min(CHUNK, max(end - start for start, end in zip(starts, ends)))  # T
 
         waves = []  # each a list of chunks: first token, end, which of the wave before
-        last = []  # of each run: wave and place of its last chunk
+        last = []  # for each run the wave and the place of its last chunk
         for run, (start, end) in enumerate(zip(starts.tolist(), ends)):
             wave, place = -1, run
             if before[start] >= 0:
@@ -63,7 +63,7 @@ class Runs:
             return torch.as_tensor(values, device=device)
 
         chunks = [chunk for wave in waves for chunk in wave]
-        places = np.zeros(N, np.int64)  # of each token among the n T
+        places = np.zeros(N, np.int64)  # where each token is among the n T
         for i, (first, end, _) in enumerate(chunks):
             places[first:end] = np.arange(i * self.size, i * self.size + end - first)
         self.chunks, self.places = len(chunks), tensor(places)
@@ -119,7 +119,7 @@ def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs:
 
     # Token t writes v_t - S^T k_t, where S has what the chunk wrote before: so writes solve
     # (1 + A) x = right. Their part that depends on the first S is linear in it.
-    A = k @ k.mT * between * strength[..., None]  # of which only j < t counts
+    A = k @ k.mT * between * strength[..., None]  # only its part with j < t is read
     right = torch.cat((v, k * since), -1) * strength[..., None]
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
     fresh, found = solved.split((V, K), -1)  # n J G T V, n J G T K

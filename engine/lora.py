@@ -34,7 +34,7 @@ class Linear(nn.Linear):
 
 class Adaptable(nn.Module):
     """A model whose `Linear` layers can have adapters."""
-    rank = 0  # of the adapters; 0 without any
+    rank = 0  # the adapters' rank; 0 without any
 
     def adapted(self) -> list[tuple[str, Linear]]:
         """(name, layer) of the layers that adapters are for: all large ones but the head."""

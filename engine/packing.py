@@ -4,14 +4,15 @@ All ranks get work of similar cost. Rows that begin with the same tokens share a
 the model computes a common prefix once. A row is any object with `ids`, its tokens.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WORTH_SHARING = 0.02  # of a row: less is not worth a gather of its keys and values
+WORTH_SHARING = 0.02  # a smaller share of a row is not worth gathering keys and values
 
 
 def by_prefix(rows: list[list[int]]) -> tuple[list[int], list[int]]:
@@ -36,29 +37,33 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @dataclass
-class Family:
-    """Rows that begin alike, and are computed together."""
-    rows: list
-    size: float  # in tokens: what they take in memory
-    cost: float  # what they take in time
+class Pack:
+    """Rows that are computed together."""
+    rows: list = field(default_factory=list)
+    size: float = 0.0  # what they take in memory, in tokens
+    cost: float = 0.0  # what they take in time
+
+    def add(self, rows: list, size: float, cost: float) -> None:
+        self.rows += rows
+        self.size += size
+        self.cost += cost
 
 
 def families(rows: list, limit: float, attention_cost: float,
-             seen_cost: float) -> list[Family]:
-    """The rows in families of at most this size, or of one row. In the order of their
-    tokens, a row joins the one before it. A new family begins where it computes little
-    again, because small ones are easier to pack."""
+             seen_cost: float) -> list[Pack]:
+    """The rows that begin alike in packs of at most this size, or of one row. In the order
+    of their tokens, a row joins the one before it. A new family begins where it computes
+    little again, because small ones are easier to pack."""
     result = []
     for i, shared in zip(*by_prefix([row.ids for row in rows])):
         length = len(rows[i].ids)
         size = (1 + seen_cost) * length
         before = result[-1].size if result else limit
         if before + size - shared > limit or shared < WORTH_SHARING * before:
-            result.append(Family([], 0.0, 0.0))
+            result.append(Pack())
             shared = 0
-        result[-1].rows.append(rows[i])
-        result[-1].size += size - shared
-        result[-1].cost += (length - shared) * (1 + attention_cost * length)
+        cost = (length - shared) * (1 + attention_cost * length)
+        result[-1].add([rows[i]], size - shared, cost)
     return result
 
 
@@ -71,31 +76,26 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     number of packs; some are empty if rows are few. A token in a row of T tokens takes the
     time 1 + attention_cost * T. At any moment all ranks work on packs of similar cost, so
     that no rank waits long for another."""
-    def size(pack: list[Family]) -> float:
-        return sum(family.size for family in pack)
-
-    def cost(pack: list[Family]) -> float:
-        return sum(family.cost for family in pack)
-
-    def placed(units: list[Family], packs: list[list[Family]]) -> bool:
-        """Put each into the cheapest pack that has room, the largest first."""
-        for family in sorted(units, key=lambda family: family.size, reverse=True):
-            with_room = [p for p in packs if not p or size(p) + family.size <= max_tokens]
+    def placed(units: list[Pack], packs: list[Pack]) -> bool:
+        """Put each unit into the cheapest pack that has room, the largest first."""
+        for unit in sorted(units, key=attrgetter("size"), reverse=True):
+            with_room = [pack for pack in packs
+                         if not pack.rows or pack.size + unit.size <= max_tokens]
             if not with_room:
                 return False
-            min(with_room, key=cost).append(family)
+            min(with_room, key=attrgetter("cost")).add(unit.rows, unit.size, unit.cost)
         return True
 
     units = families(rows, max_tokens, attention_cost, seen_cost)
     if ranks > 1:  # so small that no rank is left without
-        limit = min(max_tokens, size(units) / ranks)
+        limit = min(max_tokens, sum(unit.size for unit in units) / ranks)
         units = families(rows, limit, attention_cost, seen_cost)
-    tokens = sum(min(family.size, max_tokens) for family in units)
+    tokens = sum(min(unit.size, max_tokens) for unit in units)
     count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
-    while not placed(units, packs := [[] for _ in range(count)]):
+    while not placed(units, packs := [Pack() for _ in range(count)]):
         count += ranks
-    packs.sort(key=cost, reverse=True)
-    return [[row for family in pack for row in family.rows] for pack in packs[rank::ranks]]
+    packs.sort(key=attrgetter("cost"), reverse=True)
+    return [pack.rows for pack in packs[rank::ranks]]
 
 
 def packs(rows: list, memory, world, device) -> list[dict]:

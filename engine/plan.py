@@ -18,7 +18,7 @@ from util import readable
 # window fits. Fewer such sequences then run at once, so sampling takes longer.
 LEAST_WINDOWS, MOST_WINDOWS = 4, 96
 MOST_REQUESTS = {"cuda": 192, "cpu": 96}  # at once; most end before their window is full
-SHARE = {"cuda": 0.9, "cpu": 0.7}  # of what is free; a CPU has other programs, too
+SHARE = {"cuda": 0.9, "cpu": 0.7}  # how much a run takes; a CPU has other programs, too
 GIB = 1 << 30
 LEAST_ROW = 2048  # tokens of a micro-batch
 LEAST_WORK = 1 << 21  # its tokens times the hidden size on a GPU
@@ -92,9 +92,9 @@ class Plan:
         of each query head's, and their sums in float32."""
         (_, query, key, _), size = self.widths, self.dtype.itemsize
         copy, moment = 2 * key * size, 2 * (key + query) * size + 8 * key
-        if self.device == "cpu":  # in float32, one row after another
+        if self.device == "cpu":  # it computes one row after another, in float32
             copy, moment = 8 * key, 0
-        copies = 1 if self.recompute else self.layers[0]  # of how many layers at a time
+        copies = 1 if self.recompute else self.layers[0]  # so many layers keep theirs
         return (copies * copy + moment) / sum(self.kept_bytes)
 
     @property
@@ -108,9 +108,9 @@ class Plan:
         normed = 4 if family.offset_norm else size
         if is_cpu:
             normed = 4 if self.rank else 8
-        # Two norms, the inputs of linear layers; gate, up, SiLU and product.
+        # Two norms and the inputs of linear layers; gate, up, SiLU and product.
         mlp = 2 * hidden * (normed + size) + 4 * inner * size
-        # Queries, keys, values and attention's output; this and its gate once more.
+        # Queries, keys, values and attention's output. A gate adds itself and the product.
         attention = mlp + (query + key) * (2 * size + normed * family.head_norm)
         attention += 2 * query * size * family.output_gate
         if is_cpu:  # short rows attend in float32, each by itself
@@ -119,8 +119,8 @@ class Plan:
         if linear:
             (_, channels), (heads, _, dimension) = shapes(self.config)
             values = heads * dimension
-            # The convolution's input, its output and SiLU of that; the rule's output,
-            # normed; z, SiLU of it; their product. Decay and strength.
+            # The convolution's input, its output and SiLU of that; the rule's output and
+            # its norm; z, SiLU of it and their product; decay and strength.
             net = mlp + size * (3 * channels + values) + (normed + 12) * values + 20 * heads
         if self.recompute:
             return (full + linear) * hidden * size, max(attention, net)
@@ -137,7 +137,7 @@ class Plan:
             running += 22 * channels + 38 * heads * dimension
         logits = min(LARGEST_LOGITS[self.device], self.row * self.config.vocab_size * 4)
         head = 2 * logits + 3 * self.row * hidden * size
-        # In float32: the head's gradient, which is first.
+        # The head's gradient is the first, and is float32.
         whole = 0 if self.rank else 4 * self.config.vocab_size * hidden
         return self.row * kept + max(head, self.row * running) + whole
 
