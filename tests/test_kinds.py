@@ -11,7 +11,7 @@ import pytest
 
 import tasks
 from engine.parallel import World
-from rlm import RLMConfig, collect, jobs, rollout
+from rlm import RLMConfig, collect, jobs
 from tasks import NAMES, Task, deep, load, make, notes, oolong, qa, question, reward
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
