@@ -13,15 +13,13 @@ from conftest import SHORT, command
 import rlm
 import tasks
 import train
-import util
 from engine import hf
 from model import open_checkpoint
-from repl import REPL, Limits
 from rlm import RLMConfig, collect, jobs
 from tasks import Task
 from tasks.questions import read
 from tokenizer import Tokenizer
-from tree import Completion, Node, render
+from tree import Completion, render
 
 ODD = (None, 5, "x", [], {}, True, -1, math.nan)
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,21 +170,6 @@ def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
         assert "\n" not in command(train, monkeypatch, "--resume", "--out", out)
 
 
-def test_the_children_of_a_thread_are_counted():
-    """The child of a thread uses more than the block's second; another REPL lives."""
-    code = ("import subprocess, sys, threading\n"
-            "run = lambda: subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 3: pass'])\n"
-            "t = threading.Thread(target=run); t.start(); t.join()")
-
-    async def play():
-        limits = Limits(seconds=1.0)
-        async with REPL(None, limits=limits) as other, REPL(None, limits=limits) as repl:
-            assert (await other.execute("x = 1")).error == ""
-            assert (await repl.execute(code)).died == "timeout"
-            assert (await other.execute("print(x)")).stdout == "1\n"
-    asyncio.run(play())
-
-
 def test_the_reason_of_a_crash_stays_with_its_node():
     async def policy(node, most, key):
         return Completion("```repl\nimport os; os._exit(3)\n```", (), ())
@@ -195,22 +178,3 @@ def test_the_reason_of_a_crash_stays_with_its_node():
                                  RLMConfig(), score=lambda task, answer: 0.0))
     assert tree.root.end == "crash" and "exit code 3" in tree.root.reason
     assert "exit code 3" in render(tree.root)
-
-
-@pytest.mark.parametrize("code, want", [
-    ("x = 1\nyield 2", "SyntaxError"), ("print({'a', 'b', 'c'})", "{'")])
-def test_what_the_first_line_of_a_block_does_waits_for_its_syntax(code, want):
-    async def play():
-        async with REPL(None) as repl:
-            first = await repl.execute(code)
-            assert want in first.stdout + first.error
-            return await repl.execute("print('x' in globals())")
-    assert asyncio.run(play()).stdout == "False\n"
-
-
-def test_a_logger_speaks_in_each_block():
-    async def play():
-        async with REPL(None) as repl:
-            return [(await repl.execute("import logging; logging.warning('w')")).stdout
-                    for _ in range(2)]
-    assert asyncio.run(play()) == ["WARNING:root:w\n"] * 2
