@@ -1,5 +1,4 @@
 """Damaged files and odd values: the same result, or one line that names what is wrong."""
-import asyncio
 import json
 import math
 import os
@@ -15,11 +14,9 @@ import tasks
 import train
 from engine import hf
 from model import open_checkpoint
-from rlm import RLMConfig, collect, jobs
-from tasks import Task
+from rlm import RLMConfig
 from tasks.questions import read
 from tokenizer import Tokenizer
-from tree import Completion, render
 
 ODD = (None, 5, "x", [], {}, True, -1, math.nan)
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,16 +52,6 @@ def test_a_run_with_a_damaged_file_resumes_alike_or_says_why_in_one_line(
                 found = json.loads((out / "result.json").read_text())
                 assert found["heldout_final"] == want
             shutil.rmtree(out)
-
-
-def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
-        short_run, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    shutil.copytree(short_run, out)
-    shutil.rmtree(out / "checkpoints")
-    before = (out / "metrics.jsonl").read_bytes()
-    assert "checkpoints are gone" in command(train, monkeypatch, "--resume", "--out", out)
-    assert (out / "metrics.jsonl").read_bytes() == before
 
 
 def test_adapters_of_a_renamed_run_open_on_their_own_weights(
@@ -147,20 +134,6 @@ def test_odd_rows_are_left_out(kind, tmp_path, capsys):
     assert f"of {len(lines)} rows left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text, says", [
-    ("def score(*args): return float(len(args) == 3)", ""), ("", "has no function score")])
-def test_a_reward_gets_what_it_takes_or_is_refused(text, says, tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(text)
-    if says:
-        with pytest.raises(ValueError, match=says):
-            util.load_function(str(path), "score")
-        return
-    score = util.load_function(str(path), "score")
-    task = Task("t", "question", "q", "c")
-    assert asyncio.run(rlm.reward_of(Node(), task, score)) == 1.0  # it got three
-
-
 def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
     out = tmp_path / "run"
     shutil.copytree(short_run, out)
@@ -168,13 +141,3 @@ def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
     for text in ("[]", '{"odd": 1}', "5", '{"step": "x"}'):
         last.write_text(text)
         assert "\n" not in command(train, monkeypatch, "--resume", "--out", out)
-
-
-def test_the_reason_of_a_crash_stays_with_its_node():
-    async def policy(node, most, key):
-        return Completion("```repl\nimport os; os._exit(3)\n```", (), ())
-
-    [tree] = asyncio.run(collect(jobs([Task("t", "question", "q", "c")]), policy, None,
-                                 RLMConfig(), score=lambda task, answer: 0.0))
-    assert tree.root.end == "crash" and "exit code 3" in tree.root.reason
-    assert "exit code 3" in render(tree.root)

@@ -1,7 +1,6 @@
 """Statistics, and the command line."""
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +12,8 @@ from conftest import data_of
 from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks
-from training.run import State
 from training import scores
-from tree import Node, Rollout, read_rollouts
+from tree import read_rollouts
 
 DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
@@ -120,15 +118,6 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     assert message is None and text.splitlines()[1].endswith("  own score 1.000")
     trees = read_rollouts(tmp_path / "trees.jsonl", Task)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
-
-
-def test_the_line_of_training_has_the_tasks_own_score(capsys):
-    task = Task("t", "notes", "q", "context")
-    rollout = Rollout(task, "0", Node(end="final", score=0.75), 0.5)
-    run = SimpleNamespace(config=SimpleNamespace(seed=0), rlm_config=rlm.RLMConfig(),
-                          state=State(), log=lambda row: None)
-    scores.evaluate(run, lambda *_: [rollout], "validation", [task])
-    assert "validation: score 0.500 (the task's own 0.750)  [" in capsys.readouterr().out
 
 
 def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):

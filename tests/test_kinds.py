@@ -161,14 +161,6 @@ def test_gold_of_notes_is_what_the_dictionary_says_of_the_place():
     assert not pairs[False] & pairs[True] and len(pairs[True]) > 100
 
 
-def test_the_script_of_deep_scores_1():
-    """Those of the others do in test_eval.py."""
-    task, = made("deep")
-    policy = scripted(lambda node, key: deep.oracle(task, node), None)
-    root = asyncio.run(rollout(task, policy, None, RLMConfig(max_depth=2)))
-    assert reward(task, root.answer) == 1.0
-
-
 @pytest.mark.parametrize("context, answer, gold", [
     ("one text", "a", ["a"]), (["one", "two"], ["a", "b"], ["a", "b"]), ("", 18, ["18"]),
     ({"t": "one"}, {"text": ["a"]}, ["a"]), ([{"title": "t", "text": "one"}], 1.5, ["1.5"]),

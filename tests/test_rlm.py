@@ -16,7 +16,7 @@ from prompts import opening, parse
 from rlm import RLMConfig, rollout
 from tasks import Task, evidence as evidence_kind
 from tokenizer import Tokenizer
-from tree import Completion, Node, Refused, Turn, Unscored
+from tree import Completion, Node, Refused, Turn, Unscored, render
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -220,6 +220,8 @@ def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(las
     root = grow({(): block("FINAL([rlm_query('q', 1), 7])"), "*": says},
                 limits=Limits(seconds=0.3), max_turns=3, window=1800, turn_tokens=100)
     assert root.answer == [{"best": [1]}, 7] and root.children[0].end == end
+    if end == "crash":  # what the server said stays with the node
+        assert "exit code 3" in root.children[0].reason and "exit code 3" in render(root)
 
 
 # --- budgets ------------------------------------------------------------------------------
@@ -344,9 +346,14 @@ def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores():
 # --- many trees ---------------------------------------------------------------------------
 
 def test_a_lost_tree_is_marked_and_the_others_go_on():
-    cancelled, asleep = [], []
+    """It is grown twice; the last of them is lost but once."""
+    cancelled, asleep, again = [], [], []
 
     async def policy(node, max_tokens, key):
+        if key[-3] == 3 and not node.path:
+            again.append(key)
+            if len(again) == 1:
+                raise OSError("once")
         if not node.path:
             ask = f"rlm_query_batched('gold {key[-3]}.', ['a', 'b', 'c'])"
             return Completion(block(f"FINAL({ask})"))
@@ -364,35 +371,26 @@ def test_a_lost_tree_is_marked_and_the_others_go_on():
         return Completion(block("FINAL('gold %d.')" % key[-3]))
 
     async def go():
-        done = await collect([evidence(i) for i in range(3)], policy, None, RLMConfig())
+        done = await collect([evidence(i) for i in range(4)], policy, None, RLMConfig())
         assert len(asyncio.all_tasks()) == 1  # this one: nothing is left behind
         return done
 
     done = asyncio.run(go())
     assert [(r.reward, r.failed, r.group) for r in done] == [
-        (1.0, "", "0"), (0.0, "OSError('the sampler is gone')", "1"), (1.0, "", "2")]
-    assert [r.task.id for r in done] == ["t0", "t1", "t2"]
+        (1.0, "", "0"), (0.0, "OSError('the sampler is gone')", "1"), (1.0, "", "2"),
+        (1.0, "", "3")]
+    assert [r.task.id for r in done] == ["t0", "t1", "t2", "t3"]
+    assert again == [(3, (), 0)] * 2  # with the same key
     assert sorted(cancelled) == [(0,), (0,), (1,), (1,)]  # both times
 
 
-def test_a_lost_tree_is_run_again_with_the_same_key():
-    keys = []
-
+@pytest.mark.parametrize("error, raised", [(OSError, REPLError), (KeyError, KeyError)])
+def test_if_every_tree_is_lost_an_error_says_why_and_a_bug_in_a_policy_ends_all(
+        error, raised):
     async def policy(node, max_tokens, key):
-        keys.append(key)
-        if len(keys) == 1:
-            raise OSError("once")
-        return Completion(block("FINAL('gold 0.')"))
+        raise error("no memory")
 
-    (done,) = asyncio.run(collect([evidence(0)], policy, None, RLMConfig(), key=(7,)))
-    assert (done.reward, done.failed) == (1.0, "") and keys == [(7, 0, (), 0)] * 2
-
-
-def test_if_every_tree_is_lost_an_error_says_why():
-    async def policy(node, max_tokens, key):
-        raise OSError("no memory")
-
-    with pytest.raises(REPLError, match="no memory"):
+    with pytest.raises(raised, match="no memory"):
         asyncio.run(collect([evidence(0), evidence(1)], policy, None, RLMConfig()))
     assert asyncio.run(collect([], policy, None, RLMConfig())) == []
 
@@ -549,11 +547,3 @@ def test_a_fence_ends_a_block_for_a_server_and_for_the_sampler(fence):
 def test_fences_that_do_not_close_are_read_once():
     text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
     assert parse(text) == (text, None)
-
-
-def test_a_bug_in_a_policy_keeps_its_traceback_and_is_not_the_machines_failure():
-    async def policy(node, max_tokens, key):
-        return node.no_such_field
-
-    with pytest.raises(AttributeError, match="no_such_field"):
-        asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
