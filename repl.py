@@ -45,7 +45,7 @@ from sandbox.server import Handle, REPLError
 SERVER = "import repl, sandbox.server as server; server.main(repl.Worker)"
 
 
-REPL_BYTES = 6 << 20  # of memory, in use
+REPL_BYTES = 6 << 20  # the memory that one REPL uses
 
 
 def trees_at_once(nodes: int) -> int:
@@ -288,7 +288,7 @@ class Worker:
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         error = self.attempt(self.execute, code, name)
         error = self.attempt(self.look_at_answer) or error
-        if self.open:  # else FINAL has sent the result, and this process ends
+        if self.open:  # otherwise FINAL has sent the result, and this process ends
             self.restore()
             self.done(error, draft=self.draft())
 
@@ -366,8 +366,8 @@ class Worker:
             try:
                 self.sock.sendall(data)
                 _, data = self.receive()
-            except BaseException:  # of a signal handler of the code
-                os._exit(1)  # else the next query would get this answer
+            except BaseException:  # a signal handler of the code raised it
+                os._exit(1)  # otherwise the next query would get this answer
         return json.loads(data[HEADER.size:])
 
     def frame(self, kind: bytes, message: Any) -> bytes:
@@ -378,7 +378,7 @@ class Worker:
 
 class Builtins:
     """The functions of the code: every public method, with its docstring for `help`. A new
-    one is added here, and in the prompt (rlm.py)."""
+    one is added here, and in the prompt (prompts.py)."""
 
     def __init__(self, worker: Worker):
         self.worker = worker

@@ -69,7 +69,7 @@ class Turn:
     # The assistant's are exactly what was sampled. Those of others include the chat markup.
     # A system turn has no ids: those of the first user turn begin with them.
     ids: tuple[int, ...] = ()
-    # Of `ids`. None for a turn that was not sampled; () where a server gave none.
+    # Those of `ids`. None for a turn that nobody sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
     drawn: tuple[float, ...] = ()  # see Completion
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-DESCRIPTORS = 1 << 16  # of the server, at most; it holds two per REPL
+DESCRIPTORS = 1 << 16  # that the server may open; it needs two per REPL
 REPLS = DESCRIPTORS // 2
 
 # CLONE_NEW*, MS_* and PR_* of the kernel's headers
@@ -45,7 +45,7 @@ class Limits:
     file_mb: int = 64  # its largest file (RLIMIT_FSIZE)
     disk_mb: int = 256  # all files together (in memory; only with namespaces)
     open_files: int = 256  # descriptors of one process (RLIMIT_NOFILE)
-    processes: int = 128  # and threads (RLIMIT_NPROC; only with namespaces)
+    processes: int = 128  # with their threads (RLIMIT_NPROC; only with namespaces)
     frame_mb: int = 256  # the largest frame, either way: a context, a query, its answers
     answer_chars: int = 1_000_000  # the largest answer, as JSON; above it FINAL(...) raises
     queries: int = 1000  # prompts per block; a call that crosses it gets error strings
@@ -115,7 +115,7 @@ class Sandbox:
         # The kernel lets workers mount /proc only if there is one here.
         os.mkdir(f"{base}/proc")
         mount("proc", f"{base}/proc", "proc")
-        read_only = struct.pack("4Q", 1 | 2, 0, 0, 0)  # and nosuid
+        read_only = struct.pack("4Q", 1 | 2, 0, 0, 0)  # read-only, and nosuid
         call("syscall", 442, -100, base.encode(), 0x8000, read_only, 32)  # mount_setattr
         os.chdir(base)
         call("pivot_root", b".", b".")
@@ -149,7 +149,7 @@ class Sandbox:
         # No capabilities (version 3 of the structure), and none from programs either.
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-        call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc/self is closed to it
+        call("prctl", DUMPABLE, 1, 0, 0, 0)  # otherwise its /proc/self is closed to it
         call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         call("prctl", SET_NAME, b"repl", 0, 0, 0)  # what ps and top show
         os.chdir(directory)
@@ -175,7 +175,7 @@ class Sandbox:
         most = {"AS": limits.memory_mb << 20, "FSIZE": limits.file_mb << 20,
                 "CPU": limits.cpu_seconds, "NOFILE": limits.open_files,
                 "CORE": 0, "MSGQUEUE": 0}
-        if self.namespaces:  # else it would count all processes of the user
+        if self.namespaces:  # otherwise all processes of the user would count
             most["NPROC"] = limits.processes
         for name, value in most.items():
             kind = getattr(resource, f"RLIMIT_{name}")

@@ -34,7 +34,8 @@ class Result:
     done: bool = False  # FINAL was called (its value may be None)
     draft: Any = None  # answer["content"], if the code has put something there
     died: str = ""  # one of CAUSES: the process is gone
-    # Of processors, or a tenth of the wall clock without waiting for answers if more.
+    # Processor time, or a tenth of the wall clock if that is more. Waiting for answers is
+    # not counted.
     seconds: float = field(default=0.0, compare=False)
     tools: dict = field(default_factory=dict)  # {name: calls by the code}
 

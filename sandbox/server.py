@@ -149,7 +149,7 @@ class Slot:
     inbox: bytearray = field(default_factory=bytearray)  # from the worker
     pid: int = 0  # 0: no process, or none any more
     state: str = "idle"  # running, asking, idle or dead
-    limit: float = START_SECONDS  # of the block that runs
+    limit: float = START_SECONDS  # that the running block may use
     wall: float = 0.0  # seconds by the wall clock, until the clock last stood
     since: float = 0.0  # when it began to run again
     before: float = 0.0  # processor time before the block
@@ -159,7 +159,7 @@ class Slot:
     def run_clock(self) -> None:
         self.state, self.since = "running", time.monotonic()
         self.deadline = self.since + self.limit / CORES
-        if self.wall:  # else the block begins, and there is nothing to read
+        if self.wall:  # otherwise the block begins, and there is nothing to read
             self.look()
 
     def stop_clock(self, state: str) -> None:
@@ -190,7 +190,7 @@ def processor_seconds(pid: int) -> float:
         with contextlib.suppress(OSError):  # it has ended
             with open(f"/proc/{pid}/stat", "rb", 0) as file:
                 numbers = file.read().rpartition(b")")[2].split()
-            ticks += sum(map(int, numbers[11:15]))  # its own and of the ended
+            ticks += sum(map(int, numbers[11:15]))  # its own, and what ended below it
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file:
                     below += map(int, file.read().split())

@@ -44,8 +44,9 @@ class Task:
     answer: Any = None  # the gold
 
 
-_files: dict[str, ModuleType] = {  # the users' kinds, by the stems of their files
-    "question": in_repl}  # what a user asks about own files: there are tools, but no score
+# The users' kinds, by the stems of their files; and the kind of a question that a user asks
+# about files: it has tools, but no score.
+_files: dict[str, ModuleType] = {"question": in_repl}
 
 
 def load(spec: str, data: str | None = None) -> ModuleType:

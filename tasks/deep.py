@@ -50,7 +50,8 @@ def part_score(task, part, answer):
 
 
 READS = 0.6  # share of plain completions that answer right
-NODE_SCRIPTS = {  # of nodes with a REPL: (share, code); "each" has a child for every part
+# Scripts for nodes with a REPL: (share, code). "each" asks a child about every part.
+NODE_SCRIPTS = {
     "each": (0.55, "FINAL(rlm_query_batched('Translate.', context))"),
     "firsts": (0.2, "FINAL(rlm_query_batched('Translate.', [c[0] for c in context]))"),
     "one": (0.1, "FINAL(rlm_query('Translate.', context[0]))"),

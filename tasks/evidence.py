@@ -101,7 +101,7 @@ def read(row):
     return field(row, "question"), context, gold
 
 
-MAX_SPANS = 2_000  # in an answer; marking more could take minutes
+MAX_SPANS = 2_000  # an answer with more strings scores 0: to mark them could take minutes
 SHORTEST = 12  # characters of a string that counts; a shorter one has to be gold itself
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from engine.parallel import World
 
-FOLDER = "checkpoints"  # in --out
+FOLDER = "checkpoints"  # the directory in --out that has them
 KEPT = 2  # checkpoints
 NAME = re.compile(r"(warmup|grpo)-\d{6}")
 

@@ -44,7 +44,7 @@ MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout log sandbox".spl
 @dataclass
 class State:
     """What a run remembers beside its weights."""
-    phase: str = "warmup"  # or grpo
+    phase: str = "warmup"  # then grpo
     step: int = 0  # steps of this phase that were made
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
