@@ -27,42 +27,31 @@ Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022
 prefill (2308.16369). Shapes: B requests, V vocabulary; more in engine/pages.py.
 """
 import asyncio
-import contextlib
 import hashlib
 import math
 import time
 from array import array
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from engine.device import suited_to
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
-from engine.states import Snapshots
+from engine.prefix import Page, PrefixCache, Snapshots, prefix_hash
 from model import Decoder
 from tree import Completion, Lost, Sampling
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
-SMALL_MODEL = 10_000_000  # parameters
 BLOCK = 128  # tokens of the vocabulary; fewer where it is no multiple of that
 
 
 class SamplerError(Lost):
     """A request could not be served."""
-
-
-@dataclass(eq=False)
-class Page:
-    index: int  # in the pool
-    before: bytes  # hash of all tokens before it
-    # For each token whose keys and values it holds: a hash of it and all tokens before it.
-    tokens: list[int] = field(default_factory=list)
-    hash: bytes = b""  # of all tokens up to its end, once it is full
-    users: int = 1  # requests that have it in their page table
 
 
 @dataclass(eq=False)
@@ -76,10 +65,10 @@ class Request:
     done: asyncio.Future
     arrival: int = 0  # its number in order of arrival
     computed: int = 0  # how many of ids have their keys and values in its pages
-    pages: list[Page] = field(default_factory=list)  # its page table
-    slot: int = 0  # of its delta nets' states
+    hashes: list[int] = field(default_factory=lambda: [0])  # of its prefixes
+    block_table: list[Page] = field(default_factory=list)
+    state: int = 0  # of a hybrid: which of the recurrent states is its own
     marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
-    hashes: list[bytes] = field(default_factory=lambda: [b""])  # of its first 0, 1, 2 pages
     logprobs: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)  # the same with its sampling
 
@@ -123,8 +112,9 @@ class Sampler:
         self._forget()
 
     def _forget(self) -> None:
-        self.pages = Pages(self.pool.shape[2] - 1, self.pool.shape[3])  # page 0 is padding
-        self.states = Snapshots(self.attention.slots, self.pages)
+        self.cache = PrefixCache(self.pool.shape[2] - 1, self.pool.shape[3])
+        states = self.attention.states
+        self.snapshots = Snapshots(states) if states else None
 
     async def generate(self, ids: list[int], max_tokens: int,
                        sampling: Sampling = Sampling(), stop=(),
@@ -138,7 +128,7 @@ class Sampler:
             raise SamplerError("a request needs at least one token and one to sample")
         if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise SamplerError("ids outside the model's vocabulary")
-        limit = min(self.window, self.pages.count * self.pages.size)
+        limit = min(self.window, self.cache.count * self.cache.size)
         room = limit - len(ids)
         if room < 1:
             raise SamplerError(f"{len(ids)} tokens leave no room in a window of {limit}")
@@ -176,7 +166,7 @@ class Sampler:
                     return  # at once, because the next request may be of another event loop
                 await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine
-            for page in [page for request in self.running for page in request.pages]:
+            for page in [page for r in self.running for page in r.block_table]:
                 self.pool[:, :, page.index] = 0  # masks do not hide NaN from the next user
             lost = self.waiting + self.running
             self.waiting, self.running = [], []
@@ -199,8 +189,9 @@ class Sampler:
         if step:
             sampling, logits_BV = self.attention.forward(step)
             for request, n in step:
-                self.pages.advance(request, n)
-                self.states.keep_if_marked(request)
+                self.cache.advance(request, n)
+                if request.computed in request.marks:
+                    self.snapshots.keep(request)
             if sampling:
                 sampled = sample(logits_BV, sampling)
                 if not np.isfinite(sampled).all():
@@ -215,49 +206,48 @@ class Sampler:
         for request in list(self.waiting):
             if len(self.running) == self.batch:
                 return
-            pages, cached = self.pages.match(request)
-            n, hashed = self.states.match(request, cached)
-            if self._must_wait(request, n):
+            pages, cached = self.cache.match(request)
+            n = self.snapshots.match(request, cached) if self.snapshots else cached
+            if self._must_wait(request, cached, n):
                 continue
-            if not self._fits(request, pages[:n // self.pages.size]):
+            if not self._fits(request, pages[:n // self.cache.size]):
                 return  # nobody overtakes it
-            self.states.start(request, n, hashed, cached)
+            self.waiting.remove(request)
+            if self.snapshots:
+                self.snapshots.start(request, n, cached, self.waiting)
             self._start(request, pages, n)
 
-    def _must_wait(self, request: Request, cached: int) -> bool:
+    def _must_wait(self, request: Request, cached: int, n: int) -> bool:
         """Does a running request compute more of this prefix right now than is cached?"""
-        end = cached + 1
-        in_prompt = [r for r in self.running if len(r.ids) - r.computed > 1]
-        # Compare one token first: it rarely agrees, and prefixes are long.
-        likely = [r for r in in_prompt if r.ids[cached:end] == request.ids[cached:end]]
-        return end < len(request.ids) and any(
-            r.ids[:end] == request.ids[:end] and self.states.is_coming(r, request, cached)
-            for r in likely)
+        return any(
+            r.computed < end < min(len(r.ids), len(request.ids))
+            and prefix_hash(r, end) == prefix_hash(request, end)
+            for r in self.running
+            for end in (cached + 1, *(mark for mark in r.marks if mark > n)))
 
     def _fits(self, request: Request, shared: list[Page]) -> bool:
         """Are there pages for all its tokens? Running requests come first: with pages for
         the tokens that they have, and one more each."""
-        size = self.pages.size
+        size = self.cache.size
         need = -(-len(request.ids) // size) - len(shared)
-        need += sum(-(-len(r.ids) // size) - len(r.pages) + 1 for r in self.running)
+        need += sum(-(-len(r.ids) // size) - len(r.block_table) + 1 for r in self.running)
         unused = sum(page.users == 0 for page in shared)  # these will not be available
-        return need <= self.pages.available() - unused
+        return need <= self.cache.available() - unused
 
     def _start(self, request: Request, pages: list[Page], n: int) -> None:
         """Take what the pages hold of its first n tokens, and run. Full pages are shared.
         The tokens of a page that is not full are copied."""
-        full, rest = divmod(n, self.pages.size)
-        request.pages = pages[:full]
-        for page in request.pages:
-            self.pages.acquire(page)
-        request.computed = full * self.pages.size
+        full, rest = divmod(n, self.cache.size)
+        request.block_table = pages[:full]
+        for page in request.block_table:
+            self.cache.acquire(page)
+        request.computed = n - rest
         if rest:
             source = pages[full].index
-            # If no other page is left this is the source itself, with its content.
-            target = self.pages.new(request).index
+            # If no other page is left, this is the source itself, with its content.
+            target = self.cache.new(request).index
             self.pool[:, :, target, :rest] = self.pool[:, :, source, :rest]
-            self.pages.advance(request, rest)
-        self.waiting.remove(request)
+            self.cache.advance(request, rest)
         insort(self.running, request, key=lambda r: r.arrival)
         self.stats["reused"] += n
 
@@ -267,21 +257,22 @@ class Sampler:
         step, budget = [], STEP_TOKENS
         while len(step) < len(self.running):
             request = self.running[len(step)]
-            missing = len(request.ids) - request.computed
-            n = 1 if missing == 1 else self.states.up_to_mark(
-                request, min(missing, budget))
+            n = 1
+            if request.computed + 1 < len(request.ids):
+                ends = (len(request.ids), *request.marks)
+                n = min(end - request.computed for end in ends if end > request.computed)
+                n = min(n, budget)
+                budget -= n
             if n == 0 or not self._extend(request, n):
                 break
             step.append((request, n))
-            if missing > 1:
-                budget -= n
         return step
 
     def _extend(self, request: Request, n: int) -> bool:
         """Add pages for n more tokens. False if this led to its own preemption."""
-        while len(request.pages) * self.pages.size < request.computed + n:
-            if self.pages.available():
-                self.pages.new(request)
+        while len(request.block_table) * self.cache.size < request.computed + n:
+            if self.cache.available():
+                self.cache.new(request)
                 continue
             youngest = self.running[-1]  # no page is left: this one is preempted
             self._remove(youngest)
@@ -308,24 +299,11 @@ class Sampler:
     def _remove(self, request: Request) -> None:
         """It runs no longer; its pages stay as a cache."""
         self.running.remove(request)
-        self.states.stop(request)
-        for page in reversed(request.pages):  # what follows a prefix is evicted before it
-            self.pages.release(page)
-        request.pages, request.computed = [], 0
-
-
-@contextlib.contextmanager
-def suited_to(parameters: int) -> Iterator[None]:
-    """Within it, torch has as many CPU threads as suit a model with so many parameters: one
-    below SMALL_MODEL, otherwise all. With matrices this small, threads mostly wait for each
-    other (measured), and one thread leaves the other cores to the REPLs."""
-    before = torch.get_num_threads()
-    if parameters < SMALL_MODEL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        if self.snapshots:
+            self.snapshots.stop(request)
+        for page in reversed(request.block_table):  # the end of a prefix is evicted first
+            self.cache.release(page)
+        request.block_table, request.computed = [], 0
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
@@ -375,105 +353,3 @@ def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     goal_B1 = (total_Bn[:, -1:] - beyond_B1).clamp_(min=0)  # rounding may go below
     token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=n - 1)
     return (block_B1 * n + token_B1)[:, 0]
-
-
-class Pages:
-    """Which page holds what; the keys and values themselves are in the Sampler's pool.
-    A page is free, or has users, or is unused: then it is cached until it is evicted."""
-
-    def __init__(self, count: int, size: int):
-        self.count, self.size = count, size
-        self.free = list(range(count, 0, -1))
-        self.unused: dict[int, Page] = {}  # by index, the least recently used first
-        self.full: dict[bytes, Page] = {}  # full pages, by their hash
-        # For each such hash the pages that hold its token. So a look-up takes the same
-        # time, however many requests have a common prefix.
-        self.alike: dict[int, dict[Page, None]] = {}
-
-    def available(self) -> int:
-        return len(self.free) + len(self.unused)
-
-    def hash(self, request: Request, count: int) -> bytes:
-        """The hash of the tokens in the first `count` pages of the request."""
-        while len(request.hashes) <= count:
-            end = len(request.hashes) * self.size
-            page = array("i", request.ids[end - self.size:end]).tobytes()
-            hashed = hashlib.blake2b(request.hashes[-1] + page, digest_size=16)
-            request.hashes.append(hashed.digest())
-        return request.hashes[count]
-
-    def match(self, request: Request) -> tuple[list[Page], int]:
-        """The cached prefix of a request: full pages, perhaps one that agrees with some
-        tokens after these, and the number of tokens. The last token is never in it, because
-        its logits are needed. These pages are then the most recently used."""
-        pages, last = [], len(request.ids) - 1
-        while (len(pages) + 1) * self.size <= last:
-            page = self.full.get(self.hash(request, len(pages) + 1))
-            if page is None:
-                break
-            pages.append(page)
-        start = n = len(pages) * self.size
-        partial, hashed = [], self.hash(request, len(pages))
-        for token in request.ids[start:min(start + self.size, last)]:
-            hashed = hash((hashed, token))
-            if hashed not in self.alike:
-                break
-            partial, n = [next(iter(self.alike[hashed]))], n + 1
-
-        pages += partial
-        for page in reversed(pages):
-            if page.index in self.unused:
-                self.unused[page.index] = self.unused.pop(page.index)
-        return pages, n
-
-    def new(self, request: Request) -> Page:
-        """One more page for the request; one must be available."""
-        if self.free:
-            index = self.free.pop()
-        else:
-            index = next(iter(self.unused))
-            self._forget(self.unused.pop(index))
-        page = Page(index, self.hash(request, len(request.pages)))
-        request.pages.append(page)
-        return page
-
-    def advance(self, request: Request, n: int) -> None:
-        """The request's next n tokens are in its pages now."""
-        end = request.computed + n
-        while request.computed < end:
-            i = request.computed // self.size
-            page = request.pages[i]
-            upto = min(end, (i + 1) * self.size)
-            hashed = page.tokens[-1] if page.tokens else page.before
-            for token in request.ids[request.computed:upto]:
-                hashed = hash((hashed, token))
-                page.tokens.append(hashed)
-                self.alike.setdefault(hashed, {})[page] = None
-            request.computed = upto
-            if len(page.tokens) == self.size:
-                page.hash = self.hash(request, i + 1)
-                self.full.setdefault(page.hash, page)
-
-    def acquire(self, page: Page) -> None:
-        self.unused.pop(page.index, None)
-        page.users += 1
-
-    def release(self, page: Page) -> None:
-        """One user less. Empty pages and copies of another page are not cached."""
-        page.users -= 1
-        if page.users:
-            return
-        is_copy = page.hash and self.full.get(page.hash) is not page
-        if is_copy or not page.tokens:
-            self._forget(page)
-            self.free.append(page.index)
-        else:
-            self.unused[page.index] = page
-
-    def _forget(self, page: Page) -> None:
-        for hashed in page.tokens:
-            del self.alike[hashed][page]
-            if not self.alike[hashed]:
-                del self.alike[hashed]
-        if self.full.get(page.hash) is page:
-            del self.full[page.hash]

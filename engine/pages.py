@@ -5,11 +5,12 @@
 sample and their logits; `reset` forgets everything that is not in the pages.
 
 A step is a list of (request, n): the request computes its next n tokens. A request has
-`ids` (its tokens), `computed` (how many of these are in its pages) and `pages` (its page
-table). Which request computes what, and who owns which page, is for sampler.py.
+`ids` (its tokens), `computed` (how many of these are in its pages), `block_table` (these
+pages) and, of a hybrid, `state`. Which request computes what is for sampler.py; who owns
+which page, for engine/prefix.py.
 
-Shapes: L layers, P pages of S tokens, N tokens of a step, B requests, H query and K
-key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
+Shapes: L layers with attention, P pages of S tokens, N tokens of a step, B requests, H query
+and K key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
 import os
@@ -25,7 +26,7 @@ from torch import Tensor
 from engine import delta
 from engine.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
 from engine.device import free_bytes
-from engine.states import SLOTS_PER_WINDOW, Slots, StepRows, state_bytes, zeros
+from engine.states import STATES_PER_WINDOW, States, StepRows, state_bytes, zeros
 
 decode, delta_step = None, delta.step
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -41,21 +42,20 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 def attention_for(model, memory: int, window: int, batch: int, page: int | None = None):
     """What attends over pages for this model on its device, with a pool of `memory` bytes:
     an object of a class below, for `batch` requests of at most `window` tokens at once, or
-    fewer if the states of linear layers have no room for more.
+    fewer if the states of a hybrid have no room for more.
 
     FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
-    weight, head_dim = model.lm_head.weight, model.config.head_dim
-    problem, slots = "", None
+    weight, states = model.lm_head.weight, None
     state = state_bytes(model.config, weight.itemsize)
     if state:
-        whole = window * token_bytes(model) + SLOTS_PER_WINDOW * state
-        slots = Slots(model, max(2, SLOTS_PER_WINDOW * memory // whole))
-        memory -= slots.count * state
-        batch = min(batch, slots.count - 1)  # one is left for a snapshot
-    if can_flash(weight, head_dim):
+        whole = window * token_bytes(model) + STATES_PER_WINDOW * state
+        states = States(model, max(2, STATES_PER_WINDOW * memory // whole))
+        memory -= states.count * state
+        batch = min(batch, states.count - 1)  # one is left for a snapshot
+    if can_flash(weight, model.config.head_dim):
         try:
             pool = new_pool(model, memory, page or FlashPages.page)
-            attention = FlashPages(model, pool, slots, window, batch)
+            attention = FlashPages(model, pool, states, window, batch)
             check(attention, window, batch)
             return attention
         except Exception as error:  # no kernel was compiled on this card before
@@ -67,7 +67,7 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
     pool = new_pool(model, memory, page or GatheredRows.page)
-    return GatheredRows(model, pool, slots, window, batch)
+    return GatheredRows(model, pool, states, window, batch)
 
 
 def can_flash(weight: Tensor, head_dim: int) -> bool:
@@ -87,7 +87,7 @@ def check(attention, window: int, batch: int) -> None:
     for first in (1, 1 + half)[:batch]:
         ids = [(first + i * i) % model.config.vocab_size for i in range(length)]
         pages = [SimpleNamespace(index=first + i) for i in range(-(-length // size))]
-        probes.append(SimpleNamespace(all=ids, pages=pages, slot=1 + len(probes)))
+        probes.append(SimpleNamespace(all=ids, block_table=pages, state=1 + len(probes)))
         states = model.hidden(torch.tensor([ids], device=pool.device))
         plain.append(linear_float32(states[0, [-5, -2, -1]], model.lm_head.weight))
     for computed, end in pairwise((0, length - 4, length - 1, length)):
@@ -112,7 +112,7 @@ def spare_bytes(model, window: int, batch: int) -> int:
     """A pool for a program that has the device for itself: four windows per request, of
     which a cache hardly uses more, or most of what is free."""
     share = 0.8 if model.lm_head.weight.is_cuda else 0.2
-    state = SLOTS_PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
+    state = STATES_PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
     return min(int(share * free_bytes()),
                4 * batch * (window * token_bytes(model) + state))
 
@@ -142,7 +142,7 @@ def flatten(step: list, pool: Tensor) -> list[Tensor]:
         end = request.computed + n
         ids += request.ids[request.computed:end]
         positions += range(request.computed, end)
-        slots += [request.pages[i // size].index * size + i % size
+        slots += [request.block_table[i // size].index * size + i % size
                   for i in range(request.computed, end)]
         if end == len(request.ids):
             last.append(len(ids) - 1)
@@ -160,9 +160,9 @@ def longest(step: list) -> int:
     return max((request.computed + n for request, n in step), default=0)
 
 
-def page_table(request, length: int, size: int) -> list[int]:
+def pages_of(request, length: int, size: int) -> list[int]:
     """The pages of `size` tokens that hold the request's first `length` tokens."""
-    return [page.index for page in request.pages[:-(-length // size)]]
+    return [page.index for page in request.block_table[:-(-length // size)]]
 
 
 class Prompts:
@@ -174,7 +174,7 @@ class Prompts:
         self.parts = []  # (first token in the step, end, pages, tokens in them, mask)
         for request, n in step:
             length = request.computed + n
-            table = torch.tensor(page_table(request, length, pool.shape[3]),
+            table = torch.tensor(pages_of(request, length, pool.shape[3]),
                                  device=pool.device)
             # A prompt from its first token on needs no mask: plain causal attention.
             mask = lower_right(n, length, pool.device) if request.computed else None
@@ -194,20 +194,20 @@ class GatheredRows:
 
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
-    are gathered once; each step then writes to the row and to the pages. All rows are as
-    long as the longest, and together no larger than the pool. A request that would need
-    longer ones has its pages gathered in every step, like prompts."""
+    are gathered once; each step then writes to the row and to the pages. All rows are
+    equally long, and together as large as the pool. If they would be too short, the pages
+    of the longest requests are gathered in every step, like those of prompts."""
     page = 16  # tokens of a page: small ones share more
 
-    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int, batch: int):
-        self.model, self.pool, self.slots = model, pool, slots
-        self.window, self.batch = window, batch
+    def __init__(self, model, pool: Tensor, states: States | None, window: int, batch: int):
+        self.model, self.pool, self.states, self.batch = model, pool, states, batch
+        self.room = pool.shape[2] * pool.shape[3]  # tokens of all rows
         self.reset()
 
     def reset(self) -> None:
         L, _, _, _, K, E = self.pool.shape
         self.rows = self.pool.new_zeros(L, 2, 0, K, 0, E)  # L 2 B K T E
-        self.held = []  # for each row: the request, and how far it is computed
+        self.held = []  # for each row: the request, and how many of its tokens
 
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, by row, and their logits, (B, V) float32."""
@@ -239,55 +239,45 @@ class GatheredRows:
             prompts.attend(layer, q, out)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        slots_B = torch.tensor([request.slot for request, _ in decoding], dtype=torch.int64)
-        slots_B = slots_B.to(self.pool.device)
-        rows = StepRows(attend, delta.step, self.slots, slots_B, others)
+        state_B = torch.tensor([request.state for request, _ in decoding],
+                               dtype=torch.int64, device=self.pool.device)
+        rows = StepRows(attend, delta.step, self.states, state_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _arrange(self, step: list) -> tuple[list, list]:
         """The requests that decode, in the order of their rows, which have their keys and
         values; and the others."""
-        size = self.pool.shape[3]
-        room = self.pool.shape[2] * size  # tokens of all rows
         ones = [pair for pair in step if pair[1] == 1]
-        while len(ones) * longest(ones) > room:
+        while len(ones) * longest(ones) > self.room:
             ones = [pair for pair in ones if pair[0].computed + 1 < longest(ones)]
-        decoding = self._place(ones)
-        self._make_room(len(ones), longest(ones), room)
+        # A request that has one of the first rows keeps it. The others take what is left.
+        count, movers = len(ones), {request: (request, n) for request, n in ones}
+        self.held += [(None, 0)] * (count - len(self.held))
+        keep = [movers.pop(request, None) for request, _ in self.held[:count]]
+        decoding = [pair or movers.popitem()[1] for pair in keep]
+
+        self._make_room(count, longest(ones))
         for row, (request, _) in enumerate(decoding):
             end = request.computed
             if self.held[row] != (request, end):
-                table = page_table(request, end, size)
-                seen = self.pool[:, :, table].flatten(2, 3)[:, :, :end]  # L 2 T K E
+                pages = pages_of(request, end, self.pool.shape[3])
+                seen = self.pool[:, :, pages].flatten(2, 3)[:, :, :end]  # L 2 T K E
                 self.rows[:, :, row, :, :end] = seen.transpose(2, 3)
             self.held[row] = (request, end + 1)
         placed = {request for request, _ in decoding}
         return decoding, [pair for pair in step if pair[0] not in placed]
 
-    def _place(self, pairs: list) -> list:
-        """The pairs in the order of rows. A request in one of the first rows keeps it."""
-        left = {request: (request, n) for request, n in pairs}
-        order = [left.pop(request, None) for request, _ in self.held[:len(pairs)]]
-        order += [None] * (len(pairs) - len(order))
-        movers = [*left.values()]
-        return [movers.pop() if pair is None else pair for pair in order]
-
-    def _make_room(self, count: int, length: int, most: int) -> None:
-        """For `count` rows of `length` tokens, and for more, to copy rarely; for at most
-        `most` tokens in all rows."""
+    def _make_room(self, count: int, length: int) -> None:
+        """For `count` rows of `length` tokens. Rows grow to twice their length, so that this
+        is rare."""
         L, _, B, K, T, E = self.rows.shape
-        if count <= B and length <= T:
-            return
-        if count > B:
-            B = max(count, 2 * B)
-        if length > T:
-            T = min(max(length, T * 3 // 2, 128), self.window)
-        if B * T > most:
-            B, T = count, min(T, most // count)
-        self.rows = None  # before the new ones are made; all are gathered again
-        self.rows = self.pool.new_zeros(L, 2, B, K, T, E)
-        self.held = [(None, 0)] * B
+        if count > B or length > T:
+            T = min(max(length, 2 * T, 128), self.room // count)
+            B = self.room // T
+            self.rows = None  # before the new ones are made; all are gathered again
+            self.rows = zeros((L, 2, B, K, T, E), self.pool, self.pool.dtype)
+            self.held = [(None, 0)] * len(self.held)
 
 
 class FlashPages:
@@ -299,9 +289,9 @@ class FlashPages:
     batch up write into page 0, which no request owns."""
     page = 256  # tokens of a page: what varlen_attn takes, and a span of the kernel has
 
-    def __init__(self, model, pool: Tensor, slots: Slots | None, window: int, batch: int):
-        self.model, self.pool, self.slots, self.batch = model, pool, slots, batch
-        self.columns = 3 + -(-window // pool.shape[3])  # token, length, slot, page table
+    def __init__(self, model, pool: Tensor, states: States | None, window: int, batch: int):
+        self.model, self.pool, self.states, self.batch = model, pool, states, batch
+        self.columns = 3 + -(-window // pool.shape[3])  # token, length, state, block table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs
         self.sizes = [size for size in GRAPH_SIZES if size < batch] + [batch]
@@ -342,7 +332,7 @@ class FlashPages:
                                   seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        rows = StepRows(attend, delta_step, self.slots, ids_N[:0], step)
+        rows = StepRows(attend, delta_step, self.states, ids_N[:0], step)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
@@ -355,12 +345,12 @@ class FlashPages:
 
     def _inputs(self, step: list, rows: int) -> Tensor:
         """(rows, columns) int32, on the host: of each request its last token, its length,
-        its slot and its page table. A row of no request has length 1, slot and page 0."""
+        its state and its block table. A row of no request has length 1, state and page 0."""
         inputs = np.zeros((rows, self.columns), np.int32)
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):
-            row[:3] = request.ids[-1], len(request.ids), request.slot
-            row[3:3 + len(request.pages)] = [page.index for page in request.pages]
+            row[:3] = request.ids[-1], len(request.ids), request.state
+            row[3:3 + len(request.block_table)] = [page.index for page in request.block_table]
         return torch.from_numpy(inputs)
 
     def _replay(self, step: list) -> Tensor:
@@ -380,14 +370,6 @@ class FlashPages:
         with torch.cuda.stream(self.stream):  # the first call compiles and allocates more
             self._decode_batch(inputs)
         torch.cuda.current_stream().wait_stream(self.stream)
-        try:
-            self._record(B, inputs)
-        except RuntimeError as error:
-            print(f"sampler: expandable segments are turned off: {str(error)[:200]}")
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-            self._record(B, inputs)
-
-    def _record(self, B: int, inputs: Tensor) -> None:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: thread_local.
         with torch.cuda.graph(graph, self.memory, self.stream, "thread_local"):
@@ -396,8 +378,8 @@ class FlashPages:
         self.graphs[B] = (graph, inputs, logits_BV)
 
     def _decode_batch(self, inputs: Tensor) -> Tensor:
-        """One token of each row of `inputs` (token, length, slot, page table): (B, V)
-        logits. A graph can be made of it, because the host looks at no value."""
+        """One token of each row of `inputs`, as above: (B, V) logits. A graph can be made of
+        it, because the host looks at no value."""
         size = self.pool.shape[3]
         ids_B, table_BP = inputs[:, 0], inputs[:, 3:].contiguous()
         pos_B = inputs[:, 1].long() - 1
@@ -410,6 +392,6 @@ class FlashPages:
             out = decode(q, *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
-        rows = StepRows(attend, delta_step, self.slots, inputs[:, 2].long(), [])
+        rows = StepRows(attend, delta_step, self.states, inputs[:, 2].long(), [])
         hidden_BD = self.model.hidden(ids_B[None], pos_B[None], rows)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

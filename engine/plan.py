@@ -11,7 +11,7 @@ import torch
 
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, free_bytes
 from engine.pages import FlashPages, GatheredRows
-from engine.states import SLOTS_PER_WINDOW, shapes, state_bytes
+from engine.states import STATES_PER_WINDOW, shapes, state_bytes
 from util import readable
 
 # How many sequences of full length the cache holds. The least is low, so that a longer
@@ -147,7 +147,7 @@ class Plan:
         request that runs, and the states of linear layers."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
         token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
-        states = SLOTS_PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
+        states = STATES_PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
         return token * page * (-(-self.window // page) + 1) + states
 
     def need(self, ranks: int = 1) -> dict[str, int]:

@@ -77,7 +77,7 @@ def sampling(model: Decoder) -> None:
     for batch, length in LOADS:
         prompts = [prompt(model, length, seed) for seed in range(batch)]
         length = len(prompts[0])
-        if batch * (length + NEW) > sampler.pages.count * sampler.pages.size:
+        if batch * (length + NEW) > sampler.cache.count * sampler.cache.size:
             print(f"| {batch} x {length} | does not fit into the cache |")
             continue
         sampler.load(model)  # forgets the prompts before

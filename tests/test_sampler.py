@@ -17,9 +17,10 @@ import engine.pages
 import sampler as sampler_module
 from engine.device import wide
 from engine.pages import token_bytes
-from engine.states import Slots, state_bytes
+from engine.prefix import PrefixCache
+from engine.states import States, state_bytes
 from model import OffsetNorm, Decoder, DecoderConfig
-from sampler import Pages, Request, Sampler, SamplerError
+from sampler import Request, Sampler, SamplerError
 from tree import Sampling
 
 VOCAB, WINDOW = 29, 48
@@ -64,17 +65,17 @@ def make(model=MODEL, tokens=4096, window=WINDOW, page=4, batch=64, **options):
     itemsize = options.get("dtype", model.lm_head.weight.dtype).itemsize
     memory = tokens * token_bytes(model) // model.lm_head.weight.itemsize * itemsize
     memory += (batch + 1) * state_bytes(model.config, itemsize)
-    with patch.object(engine.pages, "Slots", lambda model, _: Slots(model, batch + 1)):
+    with patch.object(engine.pages, "States", lambda model, _: States(model, batch + 1)):
         return Sampler(model, memory, window=window, page=page, batch=batch, **options)
 
 
 def check_at_rest(sampler):
     """No request is left, and every page and slot can be had again."""
     assert not sampler.running and not sampler.waiting
-    assert sampler.pages.available() == sampler.pages.count
-    slots, states = sampler.attention.slots, sampler.states
-    if slots:
-        assert sorted([*states.free, *states.kept.values()]) == [*range(1, slots.count + 1)]
+    assert sampler.cache.available() == sampler.cache.count
+    if sampler.snapshots:
+        free, kept = sampler.snapshots.free, sampler.snapshots.kept.values()
+        assert sorted([*free, *kept]) == [*range(1, sampler.attention.states.count + 1)]
 
 
 def row_logprobs(model, ids):
@@ -260,7 +261,7 @@ def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
 
 
 def test_a_pool_of_spare_memory_is_no_larger_than_the_requests_need():
-    assert Sampler(MODEL, batch=2, window=48).pages.count == 4 * 2 * 48 // 16
+    assert Sampler(MODEL, batch=2, window=48).cache.count == 4 * 2 * 48 // 16
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, capsys):
@@ -297,7 +298,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
     for seed in range(count):
         rng = random.Random(1000 * part + seed)
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
-        monkeypatch.setattr(engine.states, "WORTH", rng.choice([0, 3, 64]))
+        monkeypatch.setattr(engine.prefix, "WORTH", rng.choice([0, 3, 64]))
         monkeypatch.setattr(engine.delta, "CHUNK", rng.choice([3, 64]))
         page = rng.choice([1, 2, 4, 8])
         sampler = make(model, batch=rng.randint(2, 8), page=page,
@@ -331,38 +332,39 @@ def test_a_match_is_the_longest_cached_prefix():
     for seed in range(150):
         rng = random.Random(seed)
         size, running, prefixes = rng.choice([1, 3, 8]), [], {}
-        pages = Pages(12, size)
+        cache = PrefixCache(12, size)
         for _ in range(40):
             request = SimpleNamespace(ids=[rng.randrange(2) for _ in range(
-                rng.randrange(1, 4 * size + 2))], computed=0, pages=[], hashes=[b""])
-            found, n = pages.match(request)
-            assert len(found) == -(-n // size)
-            # A page that agrees with all its tokens may be a copy, which ends the match.
-            shared = found[:(n - 1) // size] if n else []
-            held = [ids for page, ids in prefixes.items()
-                    if any(page in alike for alike in pages.alike.values())]
-            last, full = len(request.ids) - 1, len(shared) * size
-            assert full == 0 or prefixes[shared[-1]] == request.ids[:full]
-            best = max((k for ids in held for k in range(full, len(ids) + 1)
-                        if full < len(ids) <= full + size and k <= last
-                        and ids[:k] == request.ids[:k]), default=full)
-            assert n == best
-            shared, full = found[:n // size], n // size * size
-
-            if len(request.ids) // size + 1 - len(shared) <= pages.available() - sum(
-                    page.users == 0 for page in shared):
+                rng.randrange(1, 4 * size + 2))], computed=0, block_table=[], hashes=[0])
+            found, n = cache.match(request)
+            last = len(request.ids) - 1
+            held = [prefixes[page] for alike in cache.ending.values() for page in alike]
+            # As far as a page agrees, and pages before it hold what is before.
+            best = 0
+            while best < last and any(ids[:best + 1] == request.ids[:best + 1]
+                                      and len(ids) <= best // size * size + size
+                                      for ids in held):
+                best += 1
+            assert n == best and len(found) == -(-n // size)
+            for i, page in enumerate(found):
+                end = min(n, (i + 1) * size)
+                assert prefixes[page][:end] == request.ids[:end]
+            shared = found[:n // size]
+            need = len(request.ids) // size + 1 - len(shared)
+            if need <= cache.available() - sum(page.users == 0 for page in shared):
                 for page in shared:
-                    pages.acquire(page)
-                request.pages, request.computed = shared, full
-                while len(request.pages) * size < len(request.ids):
-                    pages.new(request)
-                pages.advance(request, len(request.ids) - full)
-                for i, page in enumerate(request.pages):
+                    cache.acquire(page)
+                request.block_table, request.computed = shared, len(shared) * size
+                while len(request.block_table) * size < len(request.ids):
+                    cache.new(request)
+                cache.advance(request, len(request.ids) - request.computed)
+                for i, page in enumerate(request.block_table):
                     prefixes[page] = request.ids[:(i + 1) * size]
                 running.append(request)
             if running and rng.random() < 0.6:
-                for page in reversed(running.pop(rng.randrange(len(running))).pages):
-                    pages.release(page)
+                table = running.pop(rng.randrange(len(running))).block_table
+                for page in reversed(table):
+                    cache.release(page)
 
 
 @pytest.mark.parametrize("page", [1, 64])

@@ -1,0 +1,177 @@
+"""The prefix cache of the sampler: what is kept of which tokens, so that no request computes
+again what another one has computed.
+
+Keys and values lie in pages of `size` tokens. A request's block table lists its pages, in
+the order of its tokens. A page has users, or it is unused and cached until it is evicted,
+or it is free. Each prefix of a request has a hash, and the cache knows by hash which pages
+end with a prefix. So a look-up takes the same time, however many requests begin alike.
+
+The recurrent states of a hybrid are for `Snapshots`, below.
+
+This file knows no model. A request has `ids` (its tokens), `hashes` (of its prefixes),
+`computed` (how many tokens are computed), `block_table` and, of a hybrid, `state`.
+"""
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+WORTH = 64  # tokens that a snapshot has to save
+
+
+def prefix_hash(request, n: int) -> int:
+    """The hash of a request's first n tokens. It has 61 bits: of a million cached prefixes
+    one look-up in 10^12 finds a wrong one."""
+    chain = request.hashes  # of its first 0, 1, 2, ... tokens
+    for token in request.ids[len(chain) - 1:n]:
+        chain.append(hash((chain[-1], token)))
+    return chain[n]
+
+
+def common(a, b) -> int:
+    """How many first tokens two requests have in common, without the last of each."""
+    most = min(len(a.ids), len(b.ids)) - 1
+    prefix_hash(a, most)
+    prefix_hash(b, most)
+    return bisect_left(range(most), True, key=lambda n: a.hashes[n + 1] != b.hashes[n + 1])
+
+
+@dataclass(eq=False)
+class Page:
+    index: int  # in the pool
+    users: int = 1  # requests that have it in their block table
+    hashes: list[int] = field(default_factory=list)  # of the prefixes that end in it
+
+
+class PrefixCache:
+    """`count` pages of `size` tokens; page 0 of the pool is padding."""
+
+    def __init__(self, count: int, size: int):
+        self.count, self.size = count, size
+        self.free = list(range(count, 0, -1))
+        self.unused: dict[Page, None] = {}  # the least recently used first
+        self.ending: dict[int, dict[Page, None]] = {}  # by hash: pages with this prefix's end
+
+    def available(self) -> int:
+        return len(self.free) + len(self.unused)
+
+    def match(self, request) -> tuple[list[Page], int]:
+        """The longest cached prefix of a request: its pages, of which the last may hold
+        other tokens after it, and its length. The last token is never in it, because its
+        logits are needed. These pages are then the most recently used."""
+        last, n = len(request.ids) - 1, 0
+        prefix_hash(request, last)
+        while n + self.size <= last and request.hashes[n + self.size] in self.ending:
+            n += self.size
+        while n < last and request.hashes[n + 1] in self.ending:
+            n += 1
+
+        ends = [min(end, n) for end in range(self.size, n + self.size, self.size)]
+        pages = [next(iter(self.ending[request.hashes[end]])) for end in ends]
+        for page in reversed(pages):
+            if page in self.unused:
+                self.unused[page] = self.unused.pop(page)
+        return pages, n
+
+    def new(self, request) -> Page:
+        """One more page for the request; one must be available."""
+        if not self.free:
+            self._forget(next(iter(self.unused)))
+        page = Page(self.free.pop())
+        request.block_table.append(page)
+        return page
+
+    def advance(self, request, n: int) -> None:
+        """The request's next n tokens are in its pages now."""
+        end = request.computed + n
+        prefix_hash(request, end)
+        for i in range(request.computed, end):
+            page, hashed = request.block_table[i // self.size], request.hashes[i + 1]
+            page.hashes.append(hashed)
+            self.ending.setdefault(hashed, {})[page] = None
+        request.computed = end
+
+    def acquire(self, page: Page) -> None:
+        self.unused.pop(page, None)
+        page.users += 1
+
+    def release(self, page: Page) -> None:
+        """One user less. A page is not cached if it is empty, or if another one holds all
+        that it holds."""
+        page.users -= 1
+        if page.users:
+            return
+        if page.hashes and len(self.ending[page.hashes[-1]]) == 1:
+            self.unused[page] = None
+        else:
+            self._forget(page)
+
+    def _forget(self, page: Page) -> None:
+        self.unused.pop(page, None)
+        self.free.append(page.index)
+        for hashed in page.hashes:
+            del self.ending[hashed][page]
+            if not self.ending[hashed]:
+                del self.ending[hashed]
+
+
+class Snapshots:
+    """Which of the `states` (engine/states.py) belongs to which prefix.
+
+    Each token changes a request's state in place, so it can't be cut back to a prefix as
+    pages can. A snapshot is a state that nobody changes. There is one
+
+        where a request stopped: the first that continues it takes it over
+        before the last token of a prompt, if a waiting request begins with this prompt
+        where the cached pages of a prompt end, if its longest snapshot is far from there
+
+    Of the last two, each request that continues them gets a copy. The least recently used
+    is replaced. A state of Qwen3.5-4B takes as much memory as the keys and values of 1,570
+    tokens."""
+
+    def __init__(self, states):
+        self.states = states
+        self.free = list(range(states.count, 0, -1))
+        self.kept: dict[int, int] = {}  # by hash: a state; the least recently used first
+        self.stopped: set[int] = set()  # hashes of those where a request stopped
+
+    def match(self, request, cached: int) -> int:
+        """The length of its longest prefix with a snapshot, of at most `cached` tokens."""
+        n = next((n for n in range(cached, 0, -1) if request.hashes[n] in self.kept), 0)
+        if n:
+            self.kept[request.hashes[n]] = self.kept.pop(request.hashes[n])
+        return n
+
+    def start(self, request, n: int, cached: int, waiting: list) -> None:
+        """Give it a state that continues the snapshot of its first n tokens. Its `marks`
+        are where a snapshot is kept of its prompt."""
+        hashed = request.hashes[n]
+        if hashed in self.stopped:
+            self.stopped.remove(hashed)
+            request.state = self.kept.pop(hashed)
+        else:
+            source = self.kept.get(hashed, 0)
+            request.state = self._new()  # the source itself, if no other is left
+            self.states.copy(source, request.state)
+        longest = max((common(request, other) for other in waiting), default=0)
+        request.marks = {end for end in (cached, longest) if end > n + WORTH}
+
+    def keep(self, request) -> None:
+        hashed = prefix_hash(request, request.computed)
+        if hashed not in self.kept:
+            kept = self._new()
+            self.states.copy(request.state, kept)
+            self.kept[hashed] = kept
+
+    def stop(self, request) -> None:
+        hashed = prefix_hash(request, request.computed)
+        if request.computed and hashed not in self.kept:
+            self.kept[hashed] = request.state
+            self.stopped.add(hashed)
+        else:
+            self.free.append(request.state)
+
+    def _new(self) -> int:
+        if not self.free:
+            oldest = next(iter(self.kept))
+            self.stopped.discard(oldest)
+            self.free.append(self.kept.pop(oldest))
+        return self.free.pop()
