@@ -30,7 +30,6 @@ import asyncio
 import hashlib
 import math
 import time
-from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
