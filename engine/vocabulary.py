@@ -3,7 +3,7 @@
 tokenizer.json says in steps how text is cut into words. Here each way has a name, and other
 steps are refused. Its last step, which adds special tokens around a text (post_processor),
 does not matter: tokenizer.py adds its own. Left out: ways to cut text that PATTERNS does
-not have, and the older pair of vocab.json and merges.txt.
+not have.
 """
 import json
 from pathlib import Path
@@ -39,7 +39,8 @@ def read_files(dir: Path) -> dict[str, Any]:
 
     Raises OSError, or ValueError: one line that names the file and the fault."""
     path = dir / "tokenizer.json"
-    data = read_json(path)
+    has_pair = not path.exists() and (dir / "merges.txt").exists()
+    data = _read_pair(dir) if has_pair else read_json(path)
     found = data.get("pre_tokenizer") or {}
     steps = [step | OFFSETS for step in found.get("pretokenizers", [found])]
     normalizer = data.get("normalizer")
@@ -66,6 +67,15 @@ def read_files(dir: Path) -> dict[str, Any]:
     ends = [int(end) for end in ends if end is not None]
     return {"vocab": data["model"]["vocab"], "merges": merges, "config": config,
             "source": str(path), "cut": cuts[0], "ends": ends}
+
+
+def _read_pair(dir: Path) -> dict[str, Any]:
+    """The older vocab.json and merges.txt of a Qwen, in the form of tokenizer.json."""
+    lines = (dir / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    return {"model": {"vocab": read_json(dir / "vocab.json"), "merges": merges},
+            "normalizer": NORMALIZER["qwen"], "added_tokens": [],
+            "pre_tokenizer": {"pretokenizers": STEPS["qwen"]}}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
