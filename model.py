@@ -27,10 +27,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from engine import hf
-from engine.attention import PackedRows, Rows, gather, linear_float32
+from engine.attention import PackedRows, Rows, again, gather, linear_float32
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, wide
 from engine.lora import Adaptable, Linear
 from engine.parallel import local_share
@@ -87,7 +86,8 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         D, kinds = config.hidden_size, config.is_linear
-        number = kinds[:layer].count(kinds[layer])  # among the layers of its kind
+        # The KV cache has room for layers with attention alone, so each kind is numbered.
+        number = kinds[:layer].count(kinds[layer])
         self.is_linear = kinds[layer]
         self.input_layernorm = norm(config, D)
         if self.is_linear:
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.layer, self.head_dim = layer, E
         bias, self.gated = config.family.bias, config.family.output_gate
-        self.q_proj = Linear(D, (1 + self.gated) * H * E, bias)
+        self.q_proj = Linear(D, (1 + self.gated) * H * E, bias)  # a gate beside each query
         self.k_proj = Linear(D, K * E, bias)
         self.v_proj = Linear(D, K * E, bias)
         self.o_proj = Linear(H * E, D)
@@ -262,11 +262,7 @@ class Decoder(Adaptable):
         turning = int(self.config.head_dim * (self.config.partial_rotary_factor or 1))
         rope = rotation(positions_BT, turning, self.config.rope_theta, x.dtype)
         for block in self.model["layers"]:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, rows, use_reentrant=False,
-                               preserve_rng_state=False)  # B T D
-            else:
-                x = block(x, rope, rows)  # B T D
+            x = again(block, x, rope, rows) if self.recompute else block(x, rope, rows)
         return self.model["norm"](x)  # B T D
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -339,21 +335,6 @@ class Decoder(Adaptable):
             self.lm_head.weight = self.model["embed_tokens"].weight
 
 
-def open_checkpoint(path: str) -> Decoder:
-    """The model of a directory, to sample from. If that holds adapters alone, they are
-    added to the weights that they were trained on."""
-    saved = hf.adapter_config(path)
-    base = path
-    if saved:  # an absolute path, or one seen from the adapters
-        base = os.path.join(path, "adapter", saved["base_model_name_or_path"])
-    model = Decoder.from_pretrained(base, compute_dtype(base), DEVICE)
-    if saved:
-        model.add_lora(saved["r"], saved["lora_alpha"])
-        hf.load_adapter(model, os.path.join(path, "adapter"), base)
-        return model.merged_copy()
-    return model
-
-
 # --- log-probabilities --------------------------------------------------------------------
 
 class HeadLogprobs(torch.autograd.Function):
@@ -396,3 +377,20 @@ class HeadLogprobs(torch.autograd.Function):
                 dweight_VD.addmm_(d_nV.T, x)
             del d_nV
         return dx_ND, dweight_VD, None, None
+
+
+# --- checkpoints --------------------------------------------------------------------------
+
+def open_checkpoint(path: str) -> Decoder:
+    """The model of a directory, to sample from. If that holds adapters alone, they are
+    added to the weights that they were trained on."""
+    saved = hf.adapter_config(path)
+    base = path
+    if saved:  # an absolute path, or one seen from the adapters
+        base = os.path.join(path, "adapter", saved["base_model_name_or_path"])
+    model = Decoder.from_pretrained(base, compute_dtype(base), DEVICE)
+    if saved:
+        model.add_lora(saved["r"], saved["lora_alpha"])
+        hf.load_adapter(model, os.path.join(path, "adapter"), base)
+        return model.merged_copy()
+    return model

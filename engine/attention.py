@@ -64,8 +64,8 @@ class Rows:
 
 
 def again(function, *inputs):
-    """Call it; the backward pass calls it once more, as it keeps much more than it is
-    given."""
+    """Call it, and keep only its inputs: the backward pass calls it once more. For what
+    keeps much more than it is given (activation checkpointing)."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
