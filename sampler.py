@@ -30,7 +30,6 @@ import asyncio
 import hashlib
 import math
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ import torch
 from engine.device import suited_to
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
-from engine.prefix import Page, PrefixCache, Snapshots, prefix_hash
+from engine.prefix import PrefixCache, Snapshots, prefix_hash
 from model import Decoder
 from tree import Completion, Lost, Sampling
 
@@ -62,10 +61,9 @@ class Request:
     is_over: Callable[[list[int]], bool]
     uniforms: np.ndarray  # one number in [0, 1) for each token it may sample
     done: asyncio.Future
-    arrival: int = 0  # its number in order of arrival
     computed: int = 0  # how many of ids have their keys and values in its pages
     hashes: list[int] = field(default_factory=lambda: [0])  # of its prefixes
-    block_table: list[Page] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # its pages, in order
     state: int = 0  # of a hybrid: which of the recurrent states is its own
     marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
     logprobs: list[float] = field(default_factory=list)
@@ -78,13 +76,13 @@ class Sampler:
 
     `memory` is the size of the pool in bytes; by default what is free, up to four windows
     per request. At most `batch` requests run at once, of at most `window` tokens each,
-    prompt included, in pages of `page` tokens. `stats` counts tokens `computed`, `reused`
+    prompt included. `stats` counts tokens `computed`, `reused`
     and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
     """
 
     def __init__(self, model: Decoder, memory: int | None = None, batch: int = 64,
                  window: int | None = None, dtype: torch.dtype | None = None,
-                 page: int | None = None, copy: bool = False):
+                 copy: bool = False):
         dtype = dtype or model.lm_head.weight.dtype
         self.owns = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
         self.model = model.merged_copy(dtype) if self.owns else model
@@ -92,13 +90,12 @@ class Sampler:
         most = model.config.max_position_embeddings
         self.window = min(window or most, most)
         memory = memory or spare_bytes(self.model, self.window, batch)
-        self.attention = attention_for(self.model, memory, self.window, batch, page)
+        self.attention = attention_for(self.model, memory, self.window, batch)
         self.pool, self.batch = self.attention.pool, self.attention.batch
         self._forget()
-        self.waiting: list[Request] = []  # both in order of arrival
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # in order of arrival
+        self.running: list[Request] = []  # in the order in which they started
         self.engine: asyncio.Task | None = None
-        self.arrivals = 0
         self.stats = Counter()
 
     def load(self, model: Decoder) -> None:
@@ -136,9 +133,7 @@ class Sampler:
         n = min(max_tokens, room)
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(n)
         done = asyncio.get_running_loop().create_future()
-        self.arrivals += 1
-        request = Request(list(ids), n, sampling, frozenset(stop), is_over, uniforms,
-                          done, self.arrivals)
+        request = Request(list(ids), n, sampling, frozenset(stop), is_over, uniforms, done)
         self.waiting.append(request)
         if self.engine is None or self.engine.done():
             self.engine = asyncio.create_task(self._run())
@@ -166,7 +161,7 @@ class Sampler:
                 await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine
             for page in [page for r in self.running for page in r.block_table]:
-                self.pool[:, :, page.index] = 0  # masks do not hide NaN from the next user
+                self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
             lost = self.waiting + self.running
             self.waiting, self.running = [], []
             self._forget()
@@ -201,7 +196,12 @@ class Sampler:
         self.stats["seconds"] += time.perf_counter() - began
 
     def _admit(self) -> None:
-        """Start waiting requests in order of arrival, while they fit."""
+        """Start waiting requests in order of arrival, while they fit. If running ones need
+        more pages than there are, the youngest is preempted: it goes back to the queue."""
+        while sum(map(self._missing, self.running)) > self.cache.available():
+            self.waiting.insert(0, self.running[-1])
+            self._remove(self.running[-1])
+            self.stats["preemptions"] += 1
         for request in list(self.waiting):
             if len(self.running) == self.batch:
                 return
@@ -209,12 +209,13 @@ class Sampler:
             n = self.snapshots.match(request, cached) if self.snapshots else cached
             if self._must_wait(request, cached, n):
                 continue
-            if not self._fits(request, pages[:n // self.cache.size]):
+            if not self._start(request, pages, n):
                 return  # nobody overtakes it
             self.waiting.remove(request)
+            self.running.append(request)
+            self.stats["reused"] += n
             if self.snapshots:
                 self.snapshots.start(request, n, cached, self.waiting)
-            self._start(request, pages, n)
 
     def _must_wait(self, request: Request, cached: int, n: int) -> bool:
         """Does a running request compute more of this prefix right now than is cached?"""
@@ -224,31 +225,27 @@ class Sampler:
             for r in self.running
             for end in (cached + 1, *(mark for mark in r.marks if mark > n)))
 
-    def _fits(self, request: Request, shared: list[Page]) -> bool:
-        """Are there pages for all its tokens? Running requests come first: with pages for
-        the tokens that they have, and one more each."""
-        size = self.cache.size
-        need = -(-len(request.ids) // size) - len(shared)
-        need += sum(-(-len(r.ids) // size) - len(r.block_table) + 1 for r in self.running)
-        unused = sum(page.users == 0 for page in shared)  # these will not be available
-        return need <= self.cache.available() - unused
-
-    def _start(self, request: Request, pages: list[Page], n: int) -> None:
-        """Take what the pages hold of its first n tokens, and run. Full pages are shared.
-        The tokens of a page that is not full are copied."""
+    def _start(self, request: Request, pages: list[int], n: int) -> bool:
+        """Take what the pages hold of its first n tokens. Full pages are shared. The tokens
+        of a page that is not full are copied. False if there are no pages for all its tokens
+        and, as running requests come first, one more for each of these."""
         full, rest = divmod(n, self.cache.size)
-        request.block_table = pages[:full]
-        for page in request.block_table:
-            self.cache.acquire(page)
+        self.cache.acquire(request, pages[:full])
+        need = self._missing(request) + sum(self._missing(r) + 1 for r in self.running)
+        if need > self.cache.available():
+            self.cache.release(request)
+            return False
         request.computed = n - rest
         if rest:
-            source = pages[full].index
-            # If no other page is left, this is the source itself, with its content.
-            target = self.cache.new(request).index
-            self.pool[:, :, target, :rest] = self.pool[:, :, source, :rest]
+            # If no other page is left, the new one is the old one, with its content.
+            page = self.cache.new(request)
+            self.pool[:, :, page, :rest] = self.pool[:, :, pages[full], :rest]
             self.cache.advance(request, rest)
-        insort(self.running, request, key=lambda r: r.arrival)
-        self.stats["reused"] += n
+        return True
+
+    def _missing(self, request: Request) -> int:
+        """How many pages its tokens take beyond those that it has."""
+        return -(-len(request.ids) // self.cache.size) - len(request.block_table)
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """(request, n): it computes its next n tokens, and has pages for them. A request
@@ -262,24 +259,12 @@ class Sampler:
                 n = min(end - request.computed for end in ends if end > request.computed)
                 n = min(n, budget)
                 budget -= n
-            if n == 0 or not self._extend(request, n):
+            if n == 0:
                 break
+            while len(request.block_table) * self.cache.size < request.computed + n:
+                self.cache.new(request)
             step.append((request, n))
         return step
-
-    def _extend(self, request: Request, n: int) -> bool:
-        """Add pages for n more tokens. False if this led to its own preemption."""
-        while len(request.block_table) * self.cache.size < request.computed + n:
-            if self.cache.available():
-                self.cache.new(request)
-                continue
-            youngest = self.running[-1]  # no page is left: this one is preempted
-            self._remove(youngest)
-            insort(self.waiting, youngest, key=lambda r: r.arrival)
-            self.stats["preemptions"] += 1
-            if youngest is request:
-                return False
-        return True
 
     def _retire(self, requests: list[Request], sampled: np.ndarray) -> None:
         """Append the tokens; a request leaves with its last one."""
@@ -300,9 +285,8 @@ class Sampler:
         self.running.remove(request)
         if self.snapshots:
             self.snapshots.stop(request)
-        for page in reversed(request.block_table):  # the end of a prefix is evicted first
-            self.cache.release(page)
-        request.block_table, request.computed = [], 0
+        self.cache.release(request)
+        request.computed = 0
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:

@@ -39,7 +39,7 @@ MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def attention_for(model, memory: int, window: int, batch: int, page: int | None = None):
+def attention_for(model, memory: int, window: int, batch: int):
     """What attends over pages for this model on its device, with a pool of `memory` bytes:
     an object of a class below, for `batch` requests of at most `window` tokens at once, or
     fewer if the states of a hybrid have no room for more.
@@ -54,20 +54,19 @@ def attention_for(model, memory: int, window: int, batch: int, page: int | None 
         batch = min(batch, states.count - 1)  # one is left for a snapshot
     if can_flash(weight, model.config.head_dim):
         try:
-            pool = new_pool(model, memory, page or FlashPages.page)
+            pool = new_pool(model, memory, FlashPages.page)
             attention = FlashPages(model, pool, states, window, batch)
             check(attention, window, batch)
             return attention
         except Exception as error:  # no kernel was compiled on this card before
-            problem = f"{type(error).__name__}: {str(error)[:200]}"
-        pool = attention = None  # not inside `except`: the error keeps them alive
-        rank = os.environ.get("RANK", "0")  # all ranks wait for a slow one
-        print(f"sampler of rank {rank}: pages are not read in place, which is slower: "
-              f"{problem}", file=sys.stderr)
+            rank = os.environ.get("RANK", "0")  # all ranks wait for a slow one
+            print(f"sampler of rank {rank}: pages are not read in place, which is slower: "
+                  f"{type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        pool = attention = None  # not inside `except`, where the error keeps them alive
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
-    pool = new_pool(model, memory, page or GatheredRows.page)
-    return GatheredRows(model, pool, states, window, batch)
+    pool = new_pool(model, memory, GatheredRows.page)
+    return GatheredRows(model, pool, states, batch)
 
 
 def can_flash(weight: Tensor, head_dim: int) -> bool:
@@ -86,7 +85,7 @@ def check(attention, window: int, batch: int) -> None:
     probes, plain, got = [], [], []
     for first in (1, 1 + half)[:batch]:
         ids = [(first + i * i) % model.config.vocab_size for i in range(length)]
-        pages = [SimpleNamespace(index=first + i) for i in range(-(-length // size))]
+        pages = [first + i for i in range(-(-length // size))]
         probes.append(SimpleNamespace(all=ids, block_table=pages, state=1 + len(probes)))
         states = model.hidden(torch.tensor([ids], device=pool.device))
         plain.append(linear_float32(states[0, [-5, -2, -1]], model.lm_head.weight))
@@ -119,16 +118,11 @@ def spare_bytes(model, window: int, batch: int) -> int:
 
 def new_pool(model, memory: int, size: int) -> Tensor:
     """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` bytes
-    hold, and page 0, which is for padding. ValueError if they hold none."""
+    hold, but at least one, and page 0, which is for padding."""
     c, weight = model.config, model.lm_head.weight
-    page = size * token_bytes(model)
-    count = memory // page
-    if count < 1:
-        raise ValueError(f"a KV pool of {memory:,} bytes holds no page of {size} tokens, "
-                         f"{page:,} bytes")
-
+    count = 1 + max(1, memory // (size * token_bytes(model)))
     layers = c.is_linear.count(False)
-    shape = (layers, 2, count + 1, size, c.num_key_value_heads, c.head_dim)
+    shape = (layers, 2, count, size, c.num_key_value_heads, c.head_dim)
     return zeros(shape, weight, weight.dtype)
 
 
@@ -142,7 +136,7 @@ def flatten(step: list, pool: Tensor) -> list[Tensor]:
         end = request.computed + n
         ids += request.ids[request.computed:end]
         positions += range(request.computed, end)
-        slots += [request.block_table[i // size].index * size + i % size
+        slots += [request.block_table[i // size] * size + i % size
                   for i in range(request.computed, end)]
         if end == len(request.ids):
             last.append(len(ids) - 1)
@@ -160,11 +154,6 @@ def longest(step: list) -> int:
     return max((request.computed + n for request, n in step), default=0)
 
 
-def pages_of(request, length: int, size: int) -> list[int]:
-    """The pages of `size` tokens that hold the request's first `length` tokens."""
-    return [page.index for page in request.block_table[:-(-length // size)]]
-
-
 class Prompts:
     """SDPA for requests that compute several tokens, one request after another, over keys
     and values gathered from the pages. Their tokens begin at `first` in the step."""
@@ -174,8 +163,8 @@ class Prompts:
         self.parts = []  # (first token in the step, end, pages, tokens in them, mask)
         for request, n in step:
             length = request.computed + n
-            table = torch.tensor(pages_of(request, length, pool.shape[3]),
-                                 device=pool.device)
+            pages = request.block_table[:-(-length // pool.shape[3])]
+            table = torch.tensor(pages, device=pool.device)
             # A prompt from its first token on needs no mask: plain causal attention.
             mask = lower_right(n, length, pool.device) if request.computed else None
             self.parts.append((first, first + n, table, length, mask))
@@ -199,7 +188,7 @@ class GatheredRows:
     of the longest requests are gathered in every step, like those of prompts."""
     page = 16  # tokens of a page: small ones share more
 
-    def __init__(self, model, pool: Tensor, states: States | None, window: int, batch: int):
+    def __init__(self, model, pool: Tensor, states: States | None, batch: int):
         self.model, self.pool, self.states, self.batch = model, pool, states, batch
         self.room = pool.shape[2] * pool.shape[3]  # tokens of all rows
         self.reset()
@@ -261,8 +250,8 @@ class GatheredRows:
         for row, (request, _) in enumerate(decoding):
             end = request.computed
             if self.held[row] != (request, end):
-                pages = pages_of(request, end, self.pool.shape[3])
-                seen = self.pool[:, :, pages].flatten(2, 3)[:, :, :end]  # L 2 T K E
+                seen = self.pool[:, :, request.block_table].flatten(2, 3)  # L 2 T K E
+                seen = seen[:, :, :end]
                 self.rows[:, :, row, :, :end] = seen.transpose(2, 3)
             self.held[row] = (request, end + 1)
         placed = {request for request, _ in decoding}
@@ -350,7 +339,7 @@ class FlashPages:
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):
             row[:3] = request.ids[-1], len(request.ids), request.state
-            row[3:3 + len(request.block_table)] = [page.index for page in request.block_table]
+            row[3:3 + len(request.block_table)] = request.block_table
         return torch.from_numpy(inputs)
 
     def _replay(self, step: list) -> Tensor:

@@ -12,7 +12,6 @@ This file knows no model. A request has `ids` (its tokens), `hashes` (of its pre
 `computed` (how many tokens are computed), `block_table` and, of a hybrid, `state`.
 """
 from bisect import bisect_left
-from dataclasses import dataclass, field
 
 WORTH = 64  # tokens that a snapshot has to save
 
@@ -34,26 +33,21 @@ def common(a, b) -> int:
     return bisect_left(range(most), True, key=lambda n: a.hashes[n + 1] != b.hashes[n + 1])
 
 
-@dataclass(eq=False)
-class Page:
-    index: int  # in the pool
-    users: int = 1  # requests that have it in their block table
-    hashes: list[int] = field(default_factory=list)  # of the prefixes that end in it
-
-
 class PrefixCache:
-    """`count` pages of `size` tokens; page 0 of the pool is padding."""
+    """Which of `count` pages of `size` tokens holds what. Page 0 of the pool is padding."""
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
+        self.users = [0] * (count + 1)  # of each page: in how many block tables it is
+        self.hashes = [[] for _ in self.users]  # of each page: of the prefixes that end in it
+        self.ending: dict[int, dict[int, None]] = {}  # by hash: pages in which a prefix ends
         self.free = list(range(count, 0, -1))
-        self.unused: dict[Page, None] = {}  # the least recently used first
-        self.ending: dict[int, dict[Page, None]] = {}  # by hash: pages with this prefix's end
+        self.unused: dict[int, None] = {}  # cached pages, the least recently used first
 
     def available(self) -> int:
         return len(self.free) + len(self.unused)
 
-    def match(self, request) -> tuple[list[Page], int]:
+    def match(self, request) -> tuple[list[int], int]:
         """The longest cached prefix of a request: its pages, of which the last may hold
         other tokens after it, and its length. The last token is never in it, because its
         logits are needed. These pages are then the most recently used."""
@@ -71,11 +65,12 @@ class PrefixCache:
                 self.unused[page] = self.unused.pop(page)
         return pages, n
 
-    def new(self, request) -> Page:
+    def new(self, request) -> int:
         """One more page for the request; one must be available."""
         if not self.free:
             self._forget(next(iter(self.unused)))
-        page = Page(self.free.pop())
+        page = self.free.pop()
+        self.users[page] = 1
         request.block_table.append(page)
         return page
 
@@ -85,32 +80,37 @@ class PrefixCache:
         prefix_hash(request, end)
         for i in range(request.computed, end):
             page, hashed = request.block_table[i // self.size], request.hashes[i + 1]
-            page.hashes.append(hashed)
+            self.hashes[page].append(hashed)
             self.ending.setdefault(hashed, {})[page] = None
         request.computed = end
 
-    def acquire(self, page: Page) -> None:
-        self.unused.pop(page, None)
-        page.users += 1
+    def acquire(self, request, pages: list[int]) -> None:
+        """The request's block table begins with these pages."""
+        request.block_table = pages
+        for page in pages:
+            self.unused.pop(page, None)
+            self.users[page] += 1
 
-    def release(self, page: Page) -> None:
-        """One user less. A page is not cached if it is empty, or if another one holds all
-        that it holds."""
-        page.users -= 1
-        if page.users:
-            return
-        if page.hashes and len(self.ending[page.hashes[-1]]) == 1:
-            self.unused[page] = None
-        else:
-            self._forget(page)
+    def release(self, request) -> None:
+        """It needs its pages no longer. They stay cached, but those that are empty, and
+        those that hold no more than another one. The end of a prefix is evicted first."""
+        for page in reversed(request.block_table):
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.unused[page] = None
+                hashes = self.hashes[page]
+                if not hashes or len(self.ending[hashes[-1]]) > 1:
+                    self._forget(page)
+        request.block_table = []
 
-    def _forget(self, page: Page) -> None:
-        self.unused.pop(page, None)
-        self.free.append(page.index)
-        for hashed in page.hashes:
+    def _forget(self, page: int) -> None:
+        del self.unused[page]
+        self.free.append(page)
+        for hashed in self.hashes[page]:
             del self.ending[hashed][page]
             if not self.ending[hashed]:
                 del self.ending[hashed]
+        self.hashes[page] = []
 
 
 class Snapshots:

@@ -65,8 +65,10 @@ def make(model=MODEL, tokens=4096, window=WINDOW, page=4, batch=64, **options):
     itemsize = options.get("dtype", model.lm_head.weight.dtype).itemsize
     memory = tokens * token_bytes(model) // model.lm_head.weight.itemsize * itemsize
     memory += (batch + 1) * state_bytes(model.config, itemsize)
-    with patch.object(engine.pages, "States", lambda model, _: States(model, batch + 1)):
-        return Sampler(model, memory, window=window, page=page, batch=batch, **options)
+    with patch.object(engine.pages, "States", lambda model, _: States(model, batch + 1)), \
+            patch.object(engine.pages.GatheredRows, "page", page), \
+            patch.object(engine.pages.FlashPages, "page", page):
+        return Sampler(model, memory, window=window, batch=batch, **options)
 
 
 def check_at_rest(sampler):
@@ -350,11 +352,11 @@ def test_a_match_is_the_longest_cached_prefix():
                 end = min(n, (i + 1) * size)
                 assert prefixes[page][:end] == request.ids[:end]
             shared = found[:n // size]
-            need = len(request.ids) // size + 1 - len(shared)
-            if need <= cache.available() - sum(page.users == 0 for page in shared):
-                for page in shared:
-                    cache.acquire(page)
-                request.block_table, request.computed = shared, len(shared) * size
+            cache.acquire(request, shared)
+            if len(request.ids) // size + 1 - len(shared) > cache.available():
+                cache.release(request)
+            else:
+                request.computed = len(shared) * size
                 while len(request.block_table) * size < len(request.ids):
                     cache.new(request)
                 cache.advance(request, len(request.ids) - request.computed)
@@ -362,9 +364,7 @@ def test_a_match_is_the_longest_cached_prefix():
                     prefixes[page] = request.ids[:(i + 1) * size]
                 running.append(request)
             if running and rng.random() < 0.6:
-                table = running.pop(rng.randrange(len(running))).block_table
-                for page in reversed(table):
-                    cache.release(page)
+                cache.release(running.pop(rng.randrange(len(running))))
 
 
 @pytest.mark.parametrize("page", [1, 64])
