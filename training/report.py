@@ -33,7 +33,7 @@ CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
     "asks": "share of roots that ask children",
     "ran": "share of messages whose code ran",
     "entropy": "of what is sampled, nats per token",
-    "forgot": "what good nodes lost in the step",
+    "forgot": "share that good nodes lost by the step; above 0.2 it is shortened",
     "tokens": "sampled per tree",
     "grad_norm": "of the gradient before clipping",
     "gap": "between log-probabilities of sampler and trainer",
@@ -45,7 +45,8 @@ def page(title: str, settings: dict, rows: list[dict], steps: dict[Any, str],
     """The page as a text. `rows` and `differences` are made by eval.py, `metrics` are the
     lines of metrics.jsonl. `steps` has the trees of each step as `pack` made them; an
     evaluation has one "step" with an empty name."""
-    given = [f"{name} {value}" for name, value in settings.items() if value is not None]
+    given = [f"{name} {value}" for name, value in settings.items()
+             if value not in (None, "") and value is not False]
     table = "\n".join(
         [HEAD, *map(table_line, rows), *map(difference_line, differences)])
     body = (f"<h1>{escape(title)}</h1><details><summary>settings</summary>"
