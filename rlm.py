@@ -379,7 +379,7 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     their place. The window is at most the model's positions. `sandbox` depends on this
     machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
-    if saved.exists():
+    if model_dir and saved.exists():
         config = changed(config, read_json(saved), saved)
     if changes:
         config = changed(config, read_json(changes), changes)

@@ -36,7 +36,7 @@ if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
 
 MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 # Numbers of requests for which a CUDA graph is made, up to the largest batch.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 
 
 def attention_for(model, memory: int, window: int, batch: int):

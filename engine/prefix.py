@@ -120,8 +120,10 @@ class Snapshots:
     pages can. A snapshot is a state that nobody changes. There is one
 
         where a request stopped: the first that continues it takes it over
-        before the last token of a prompt, if a waiting request begins with this prompt
-        where the cached pages of a prompt end, if its longest snapshot is far from there
+        where a prompt and a waiting request part, at the latest before its last token
+        where the cached pages of a prompt end
+
+    The last two only if they are more than WORTH tokens after an older snapshot.
 
     Of the last two, each request that continues them gets a copy. The least recently used
     is replaced. A state of Qwen3.5-4B takes as much memory as the keys and values of 1,570

@@ -1,1 +1,1 @@
-"""Programs that make a number or a picture: `python -m experiments.NAME`."""
+"""Programs that measure, and one that converts models: `python -m experiments.NAME`."""
