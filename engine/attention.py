@@ -87,7 +87,7 @@ class PackedRows(Rows):
         rows = [ids[end - length:end] for length, end in zip(lengths, ends)]
         states = np.zeros(len(ids), np.int64)
         computed, positions, keys, before = [], [], [], []
-        counts = []  # how many tokens each row computes, and how many it has, if it computes
+        counts = []  # (tokens to compute, all tokens) for each row that computes any
         row = np.zeros(0, np.int64)  # states of the row before
         for i, shared in zip(*by_prefix(rows)):
             begin, end = ends[i] - lengths[i], ends[i]
@@ -158,8 +158,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32, without gradients, of matrices of one type. Logits of about 20 would
-    be rounded to 0.06 in bfloat16."""
+    """x W^T in float32, without gradients, of matrices of one type. bfloat16 would round
+    logits of about 20 to 0.06."""
     if wide(x) is x:
         return F.linear(x, weight)
     if x.is_cuda:

@@ -36,7 +36,8 @@ class Family:
     hybrid: bool = False  # layer_types says which layers are delta nets
 
 
-FAMILIES = {  # by model_type; a dense family that these switches describe is one line
+# model_type -> its family. A new dense family that the switches describe is one line here.
+FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
     "qwen3": Family("Qwen3ForCausalLM", head_norm=True),
@@ -211,7 +212,7 @@ def load_adapter(model, path: str, base: str) -> None:
 
 
 def adapter_config(path: str) -> dict:
-    """PEFT's config in a checkpoint that has adapters and no weights of its own; else {}."""
+    """PEFT's config, in a checkpoint with adapters and no weights of its own; else {}."""
     file = os.path.join(path, "adapter", ADAPTER_CONFIG)
     alone = os.path.exists(file) and not os.path.exists(os.path.join(path, CONFIG))
     return read_json(file) if alone else {}

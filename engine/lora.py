@@ -5,7 +5,8 @@ B is 0 at first, so that adapters change nothing. engine/hf.py reads and writes 
 PEFT's layout.
 
 Tried and failed: TinyLoRA with 13 numbers, which learned nothing. Sources: LoRA (arXiv
-2106.09685), LoRA Without Regret (Thinking Machines, 2025). Shapes: B rows, T tokens, R rank.
+2106.09685), LoRA Without Regret (Thinking Machines, 2025). Shapes: B rows, T tokens, R the
+rank.
 """
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from engine.parallel import full_tensor
 
 
 class Linear(nn.Linear):
-    """A linear layer that may have an adapter: `lora_A` (R, inputs), `lora_B` (outputs, R)."""
+    """A linear layer that may have an adapter: lora_A (R, inputs), lora_B (outputs, R)."""
     scale = 0.0  # alpha / rank; 0 without an adapter, or while it is off
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
@@ -37,7 +38,7 @@ class Adaptable(nn.Module):
     rank = 0  # the adapters' rank; 0 without any
 
     def adapted(self) -> list[tuple[str, Linear]]:
-        """(name, layer) of the layers that adapters are for: all large ones but the head."""
+        """(name, layer) of those that can have adapters: all large ones but the head."""
         return [(name, m) for name, m in self.named_modules() if isinstance(m, Linear)]
 
     def adapters(self) -> dict[str, Tensor]:

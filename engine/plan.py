@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def row(self) -> int:
-        """Tokens in a forward pass of the update: a window, or what keeps the device busy."""
+        """Tokens in a forward pass of the update: a window, or what keeps a device busy."""
         work = LEAST_WORK // self.config.hidden_size if self.device == "cuda" else 0
         return max(self.window, LEAST_ROW, work)
 
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def window_bytes(self) -> int:
-        """Whole pages for the keys and values of a full window, one more in reserve for each
+        """Whole pages for the keys and values of a full window, one more in reserve for a
         request that runs, and the states of linear layers."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
         token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
