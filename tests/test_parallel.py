@@ -50,7 +50,7 @@ def make_model(path):
     setup.TINY_RLM.save(f"{path}/rlm.json")
 
 
-SHORT_STEP = 1  # which is shortened as often as can be
+SHORT_STEP = 1  # which is halved four times
 
 
 def trees(step):
@@ -105,6 +105,7 @@ def take_step(out, kind, number, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_ROW", 512)  # several micro-batches
         patch.setattr(steady, "MOST", -1.0 if number == SHORT_STEP else 1.0)
+        patch.setattr(steady, "HALVINGS", 4)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
         patch.setattr(train, "sample_trees", collect)
