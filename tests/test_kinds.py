@@ -196,7 +196,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, setup.TINY_VOCABULARY)
-    questions = made("deep", 4)
+    questions = made("deep", 2)
 
     def play_each(depth, *names):
         def script(node, key):

@@ -393,7 +393,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
     objective, victim = tmp_path / "objective.py", tmp_path / "victim.py"
     objective.write_text(OBJECTIVE)
     victim.write_text(VICTIM)
-    flags = (*SHORT, "--steps", 5, "--heldout", 1, "--lr", 1e-2,
+    flags = (*SHORT, "--steps", 4, "--heldout", 1, "--lr", 1e-2,
              "--model", short_run / "warmup", "--warmup-steps", 0, "--objective", objective)
     straight, out = tmp_path / "straight", tmp_path / "killed"
     assert command(train, monkeypatch, *flags, "--out", straight) is None
@@ -410,7 +410,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(short_run, tmp_path, mo
 
     assert len(lines(out)) == len(lines(straight)) and not half.exists()
     assert [path.name for path in trees_of(out)] == [
-        f"{step:06}.{kind}" for step in range(1, 6) for kind in ("jsonl", "page")]
+        f"{step:06}.{kind}" for step in range(1, 5) for kind in ("jsonl", "page")]
     for got, want in zip(trees_of(out)[::2], trees_of(straight)[::2]):
         kept = [[tree.root.ids for tree in read_rollouts(path)] for path in (got, want)]
         assert kept[0] == kept[1]
@@ -494,13 +494,12 @@ def test_a_run_that_cannot_fit_stops_before_loading(
 
     monkeypatch.setattr(Decoder, "from_pretrained", never)
     monkeypatch.setattr(setup, "free_memory", lambda world: 1 << 20)
-    message = command(train, monkeypatch, "--model", short_run / "final", "--out",
-                      tmp_path / "i")
+    flags = "--model", short_run / "final", "--heldout", 1
+    message = command(train, monkeypatch, *flags, "--out", tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     for card, has in ((0, "1 MiB"), (80, "79 GiB")):
-        flags = "--model", short_run / "final", "--plan", "--card", card
-        assert command(train, monkeypatch, *flags) is None
+        assert command(train, monkeypatch, *flags, "--plan", "--card", card) is None
         assert f"the device has {has}\n" in capsys.readouterr().out
 
 
