@@ -9,22 +9,24 @@ the model. It repeats one step until no request is left:
     sample     a request whose tokens are all computed samples one
     retire     finished requests leave
 
-A request gets a page only when it has tokens for it. When it ends, its pages stay as a
-cache; the least recently used page is evicted first. So a node that waits for its children
-holds nothing. Requests with a common prefix share its full pages; of the next page the best
-match is copied. A request waits while another computes the same prefix, so a group computes
-its prompt once. When no page is left, the youngest running request goes back to the queue,
-keeps its sampled tokens, and computes their keys and values again later.
+Keys and values lie in pages. A request gets a page only when it has tokens for it. When it
+ends, its pages stay cached until they are evicted (engine/prefix.py). So a node that waits
+for its children holds nothing, and finds its conversation again. Requests with a common
+prefix share its full pages, and copy what they need of the next one. A request waits while
+another one computes the same prefix. So a group computes its prompt once. When no page is
+left, the youngest running request goes back to the queue. It keeps its sampled tokens, and
+computes their keys and values again later.
 
-The random numbers of a request depend on its key alone, not on the order of arrival, the
-batch or preemptions.
+The random numbers of a request depend on its key alone. The order of arrival, the batch and
+preemptions do not change what it samples.
 
 Left out: swapping pages to the host, speculative decoding, priorities, several devices, two
 event loops that sample at the same time.
 Tried and failed: adapters beside the weights, which sample at 60 to 88 % of the speed of
 merged ones (on a CPU); gathering pages in each step, which took longer than attention.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
-prefill (2308.16369). Shapes: B requests, V vocabulary; more in engine/pages.py.
+prefill (2308.16369), prefix caching (SGLang, 2312.07104). Shapes: B requests, V vocabulary;
+more in engine/pages.py.
 """
 import asyncio
 import hashlib
@@ -196,8 +198,8 @@ class Sampler:
         self.stats["seconds"] += time.perf_counter() - began
 
     def _admit(self) -> None:
-        """Start waiting requests in order of arrival, while they fit. If running ones need
-        more pages than there are, the youngest is preempted: it goes back to the queue."""
+        """Start waiting requests in order of arrival, while they fit. But if the tokens that
+        running ones have need more pages than there are, the youngest one is preempted."""
         while sum(map(self._missing, self.running)) > self.cache.available():
             self.waiting.insert(0, self.running[-1])
             self._remove(self.running[-1])
@@ -218,7 +220,8 @@ class Sampler:
                 self.snapshots.start(request, n, cached, self.waiting)
 
     def _must_wait(self, request: Request, cached: int, n: int) -> bool:
-        """Does a running request compute more of this prefix right now than is cached?"""
+        """Does a running request compute more of this prefix right now than is cached, or
+        will it keep a snapshot that goes further than the longest one, after n tokens?"""
         return any(
             r.computed < end < min(len(r.ids), len(request.ids))
             and prefix_hash(r, end) == prefix_hash(request, end)
@@ -226,9 +229,9 @@ class Sampler:
             for end in (cached + 1, *(mark for mark in r.marks if mark > n)))
 
     def _start(self, request: Request, pages: list[int], n: int) -> bool:
-        """Take what the pages hold of its first n tokens. Full pages are shared. The tokens
-        of a page that is not full are copied. False if there are no pages for all its tokens
-        and, as running requests come first, one more for each of these."""
+        """Take from the pages what they hold of its first n tokens. Full pages are shared.
+        The tokens of a page that is not full are copied. False if there are too few pages
+        for all its tokens. Running requests come first, each with one page more."""
         full, rest = divmod(n, self.cache.size)
         self.cache.acquire(request, pages[:full])
         need = self._missing(request) + sum(self._missing(r) + 1 for r in self.running)
@@ -244,17 +247,17 @@ class Sampler:
         return True
 
     def _missing(self, request: Request) -> int:
-        """How many pages its tokens take beyond those that it has."""
+        """How many pages its tokens need beside those that it has."""
         return -(-len(request.ids) // self.cache.size) - len(request.block_table)
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """(request, n): it computes its next n tokens, and has pages for them. A request
         that decodes has one token; prompts share STEP_TOKENS, the oldest first."""
         step, budget = [], STEP_TOKENS
-        while len(step) < len(self.running):
-            request = self.running[len(step)]
+        for request in self.running:
             n = 1
             if request.computed + 1 < len(request.ids):
+                # A prompt's part ends where a snapshot of it is kept.
                 ends = (len(request.ids), *request.marks)
                 n = min(end - request.computed for end in ends if end > request.computed)
                 n = min(n, budget)
@@ -281,7 +284,7 @@ class Sampler:
                     request.done.set_result(None)
 
     def _remove(self, request: Request) -> None:
-        """It runs no longer; its pages stay as a cache."""
+        """The request runs no longer. What it computed stays cached."""
         self.running.remove(request)
         if self.snapshots:
             self.snapshots.stop(request)

@@ -1,24 +1,23 @@
 """The prefix cache of the sampler: what is kept of which tokens, so that no request computes
-again what another one has computed.
+what another one has computed.
 
-Keys and values lie in pages of `size` tokens. A request's block table lists its pages, in
-the order of its tokens. A page has users, or it is unused and cached until it is evicted,
-or it is free. Each prefix of a request has a hash, and the cache knows by hash which pages
-end with a prefix. So a look-up takes the same time, however many requests begin alike.
+Keys and values lie in pages of `size` tokens. The block table of a request lists its pages,
+in the order of its tokens. A page is in use, or it is free, or it is unused: then it stays
+cached until it is evicted. Each prefix of a request has a hash, and the cache finds by this
+hash the pages that hold the last token of the prefix. So a look-up takes the same time,
+however many requests begin alike.
 
-The recurrent states of a hybrid are for `Snapshots`, below.
+`Snapshots` does the same for the recurrent states of a hybrid.
 
 This file knows no model. A request has `ids` (its tokens), `hashes` (of its prefixes),
 `computed` (how many tokens are computed), `block_table` and, of a hybrid, `state`.
 """
 from bisect import bisect_left
 
-WORTH = 64  # tokens that a snapshot has to save
-
 
 def prefix_hash(request, n: int) -> int:
-    """The hash of a request's first n tokens. It has 61 bits: of a million cached prefixes
-    one look-up in 10^12 finds a wrong one."""
+    """The hash of a request's first n tokens: of the hash of one token less, and the last.
+    It has 61 bits. Of a million cached prefixes one look-up in 10^12 finds a wrong one."""
     chain = request.hashes  # of its first 0, 1, 2, ... tokens
     for token in request.ids[len(chain) - 1:n]:
         chain.append(hash((chain[-1], token)))
@@ -38,37 +37,45 @@ class PrefixCache:
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
-        self.users = [0] * (count + 1)  # of each page: in how many block tables it is
-        self.hashes = [[] for _ in self.users]  # of each page: of the prefixes that end in it
-        self.ending: dict[int, dict[int, None]] = {}  # by hash: pages in which a prefix ends
+        self.users = [0] * (count + 1)  # of each page: how many block tables have it
+        self.hashes = [[] for _ in self.users]  # of each page: the prefixes that end in it
+        self.holders: dict[int, dict[int, None]] = {}  # by hash: the pages with this prefix
         self.free = list(range(count, 0, -1))
-        self.unused: dict[int, None] = {}  # cached pages, the least recently used first
+        self.unused: dict[int, None] = {}  # the least recently used page first
 
     def available(self) -> int:
         return len(self.free) + len(self.unused)
 
     def match(self, request) -> tuple[list[int], int]:
-        """The longest cached prefix of a request: its pages, of which the last may hold
-        other tokens after it, and its length. The last token is never in it, because its
-        logits are needed. These pages are then the most recently used."""
+        """The longest cached prefix of a request: its pages, and how many tokens it has.
+        The last page may hold other tokens after these. The request's last token is never
+        in the prefix, because its logits are needed. These pages are then the most recently
+        used."""
         last, n = len(request.ids) - 1, 0
         prefix_hash(request, last)
-        while n + self.size <= last and request.hashes[n + self.size] in self.ending:
+        while n + self.size <= last and request.hashes[n + self.size] in self.holders:
             n += self.size
-        while n < last and request.hashes[n + 1] in self.ending:
+        while n < last and request.hashes[n + 1] in self.holders:
             n += 1
 
         ends = [min(end, n) for end in range(self.size, n + self.size, self.size)]
-        pages = [next(iter(self.ending[request.hashes[end]])) for end in ends]
+        pages = [next(iter(self.holders[request.hashes[end]])) for end in ends]
         for page in reversed(pages):
             if page in self.unused:
                 self.unused[page] = self.unused.pop(page)
         return pages, n
 
+    def acquire(self, request, pages: list[int]) -> None:
+        """The request's block table begins with these pages."""
+        request.block_table = pages
+        for page in pages:
+            self.unused.pop(page, None)
+            self.users[page] += 1
+
     def new(self, request) -> int:
         """One more page for the request; one must be available."""
         if not self.free:
-            self._forget(next(iter(self.unused)))
+            self._evict(next(iter(self.unused)))
         page = self.free.pop()
         self.users[page] = 1
         request.block_table.append(page)
@@ -81,53 +88,45 @@ class PrefixCache:
         for i in range(request.computed, end):
             page, hashed = request.block_table[i // self.size], request.hashes[i + 1]
             self.hashes[page].append(hashed)
-            self.ending.setdefault(hashed, {})[page] = None
+            self.holders.setdefault(hashed, {})[page] = None
         request.computed = end
 
-    def acquire(self, request, pages: list[int]) -> None:
-        """The request's block table begins with these pages."""
-        request.block_table = pages
-        for page in pages:
-            self.unused.pop(page, None)
-            self.users[page] += 1
-
     def release(self, request) -> None:
-        """It needs its pages no longer. They stay cached, but those that are empty, and
-        those that hold no more than another one. The end of a prefix is evicted first."""
+        """The request needs its pages no longer. They stay cached, except for a page that
+        is empty, or holds no more than another one. The end of a prefix is evicted first."""
         for page in reversed(request.block_table):
             self.users[page] -= 1
             if self.users[page] == 0:
                 self.unused[page] = None
                 hashes = self.hashes[page]
-                if not hashes or len(self.ending[hashes[-1]]) > 1:
-                    self._forget(page)
+                if not hashes or len(self.holders[hashes[-1]]) > 1:
+                    self._evict(page)
         request.block_table = []
 
-    def _forget(self, page: int) -> None:
+    def _evict(self, page: int) -> None:
         del self.unused[page]
         self.free.append(page)
         for hashed in self.hashes[page]:
-            del self.ending[hashed][page]
-            if not self.ending[hashed]:
-                del self.ending[hashed]
+            del self.holders[hashed][page]
+            if not self.holders[hashed]:
+                del self.holders[hashed]
         self.hashes[page] = []
 
 
 class Snapshots:
     """Which of the `states` (engine/states.py) belongs to which prefix.
 
-    Each token changes a request's state in place, so it can't be cut back to a prefix as
-    pages can. A snapshot is a state that nobody changes. There is one
+    Each token changes the state of its request in place. So a state can't be cut back to a
+    prefix, as pages can. A snapshot is a state that is left as it was after a prefix, and
+    that a request may continue. Snapshots are few: a state of Qwen3.5-4B takes as much
+    memory as the keys and values of 1,570 tokens. There is one
 
-        where a request stopped: the first that continues it takes it over
-        where a prompt and a waiting request part, at the latest before its last token
-        where the cached pages of a prompt end
+        where a request stopped. The first request that continues it takes it over.
+        in a prompt, where a waiting request goes on differently (the last of these places),
+        and where the cached pages of the prompt end. A request that continues it gets a
+        copy.
 
-    The last two only if they are more than WORTH tokens after an older snapshot.
-
-    Of the last two, each request that continues them gets a copy. The least recently used
-    is replaced. A state of Qwen3.5-4B takes as much memory as the keys and values of 1,570
-    tokens."""
+    The least recently used snapshot is replaced."""
 
     def __init__(self, states):
         self.states = states
@@ -143,8 +142,8 @@ class Snapshots:
         return n
 
     def start(self, request, n: int, cached: int, waiting: list) -> None:
-        """Give it a state that continues the snapshot of its first n tokens. Its `marks`
-        are where a snapshot is kept of its prompt."""
+        """Give the request a state that continues the snapshot of its first n tokens, and
+        its `marks`: after so many tokens of its prompt a snapshot is kept."""
         hashed = request.hashes[n]
         if hashed in self.stopped:
             self.stopped.remove(hashed)
@@ -153,17 +152,19 @@ class Snapshots:
             source = self.kept.get(hashed, 0)
             request.state = self._new()  # the source itself, if no other is left
             self.states.copy(source, request.state)
-        longest = max((common(request, other) for other in waiting), default=0)
-        request.marks = {end for end in (cached, longest) if end > n + WORTH}
+        shared = max((common(request, other) for other in waiting), default=0)
+        request.marks = {cached, shared}
 
     def keep(self, request) -> None:
+        """Copy the request's state, unless there is such a snapshot."""
         hashed = prefix_hash(request, request.computed)
         if hashed not in self.kept:
-            kept = self._new()
-            self.states.copy(request.state, kept)
-            self.kept[hashed] = kept
+            state = self._new()
+            self.states.copy(request.state, state)
+            self.kept[hashed] = state
 
     def stop(self, request) -> None:
+        """The request's state becomes a snapshot, unless there is such a one."""
         hashed = prefix_hash(request, request.computed)
         if request.computed and hashed not in self.kept:
             self.kept[hashed] = request.state

@@ -300,7 +300,6 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
     for seed in range(count):
         rng = random.Random(1000 * part + seed)
         monkeypatch.setattr(sampler_module, "STEP_TOKENS", rng.choice([1, 5, 16, 2048]))
-        monkeypatch.setattr(engine.prefix, "WORTH", rng.choice([0, 3, 64]))
         monkeypatch.setattr(engine.delta, "CHUNK", rng.choice([3, 64]))
         page = rng.choice([1, 2, 4, 8])
         sampler = make(model, batch=rng.randint(2, 8), page=page,
@@ -340,7 +339,7 @@ def test_a_match_is_the_longest_cached_prefix():
                 rng.randrange(1, 4 * size + 2))], computed=0, block_table=[], hashes=[0])
             found, n = cache.match(request)
             last = len(request.ids) - 1
-            held = [prefixes[page] for alike in cache.ending.values() for page in alike]
+            held = [prefixes[page] for alike in cache.holders.values() for page in alike]
             # As far as a page agrees, and pages before it hold what is before.
             best = 0
             while best < last and any(ids[:best + 1] == request.ids[:best + 1]
