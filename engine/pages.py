@@ -42,9 +42,8 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 def attention_for(model, memory: int, window: int, batch: int):
     """What attends over pages for this model on its device, with a pool of `memory` bytes:
     an object of a class below, for `batch` requests of at most `window` tokens at once, or
-    fewer if the states of a hybrid have no room for more.
-
-    FlashPages that fails, or that is wrong, is replaced by GatheredRows."""
+    fewer if the states of a hybrid have no room for more. If FlashPages fails, or if its
+    results are wrong, it is replaced by GatheredRows."""
     weight, states = model.lm_head.weight, None
     state = state_bytes(model.config, weight.itemsize)
     if state:
@@ -145,7 +144,7 @@ def flatten(step: list, pool: Tensor) -> list[Tensor]:
 
 
 def sampling(step: list) -> list:
-    """The requests that sample after this step: all their tokens are computed then."""
+    """The requests that sample after this step, because all their tokens are computed."""
     return [request for request, n in step if request.computed + n == len(request.ids)]
 
 
@@ -235,8 +234,8 @@ class GatheredRows:
         return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _arrange(self, step: list) -> tuple[list, list]:
-        """The requests that decode, in the order of their rows, which have their keys and
-        values; and the others."""
+        """The requests with one token, in the order of their rows, which hold their keys
+        and values then; and the others."""
         ones = [pair for pair in step if pair[1] == 1]
         while len(ones) * longest(ones) > self.room:
             ones = [pair for pair in ones if pair[0].computed + 1 < longest(ones)]
@@ -251,20 +250,19 @@ class GatheredRows:
             end = request.computed
             if self.held[row] != (request, end):
                 seen = self.pool[:, :, request.block_table].flatten(2, 3)  # L 2 T K E
-                seen = seen[:, :, :end]
-                self.rows[:, :, row, :, :end] = seen.transpose(2, 3)
+                self.rows[:, :, row, :, :end] = seen[:, :, :end].transpose(2, 3)
             self.held[row] = (request, end + 1)
         placed = {request for request, _ in decoding}
         return decoding, [pair for pair in step if pair[0] not in placed]
 
     def _make_room(self, count: int, length: int) -> None:
-        """For `count` rows of `length` tokens. Rows grow to twice their length, so that this
-        is rare."""
+        """For `count` rows of `length` tokens. Rows get twice as long, as a change of their
+        length is dear: all are gathered again."""
         L, _, B, K, T, E = self.rows.shape
         if count > B or length > T:
             T = min(max(length, 2 * T, 128), self.room // count)
             B = self.room // T
-            self.rows = None  # before the new ones are made; all are gathered again
+            self.rows = None  # now, so that old and new ones do not exist side by side
             self.rows = zeros((L, 2, B, K, T, E), self.pool, self.pool.dtype)
             self.held = [(None, 0)] * len(self.held)
 
@@ -303,7 +301,8 @@ class FlashPages:
         return sampling(decoding + prompts), torch.cat(logits)
 
     def _forward_prompts(self, step: list) -> Tensor:
-        """Several tokens of each request, all in one pass: logits of those that sample."""
+        """Several tokens of each request, all in one pass: the logits of those requests
+        that sample."""
         ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
         new, ends = zip(*((n, request.computed + n) for request, n in step))
         starts, seen = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32,

@@ -366,8 +366,8 @@ def test_a_match_is_the_longest_cached_prefix():
                 cache.release(running.pop(rng.randrange(len(running))))
 
 
-@pytest.mark.parametrize("page", [1, 64])
-def test_on_pages_of_any_size_every_position_is_computed_once(attention, page):
+@pytest.mark.parametrize("page, model", [(1, MODEL), (64, MODEL), (4, HYBRID_MODEL)])
+def test_on_pages_of_any_size_every_position_is_computed_once(attention, page, model):
     """Roots with one prompt, turns that append, children with their own system prompt."""
     async def node(sampler, row, turns, key, children=0):
         for turn in range(turns):
@@ -379,7 +379,7 @@ def test_on_pages_of_any_size_every_position_is_computed_once(attention, page):
                                        for i in range(children)))
 
     async def main():
-        sampler = make(page=page, batch=32)
+        sampler = make(model, page=page, batch=32)
         await asyncio.gather(*(node(sampler, [8] * 13, 3, i, children=2)
                                for i in range(1, 4)))
         return sampler.stats["computed"]
@@ -611,15 +611,3 @@ def test_a_step_compares_requests_no_more_often_than_there_are(attention, monkey
 
     steps = asyncio.run(main())
     assert len(compared) <= n * steps
-
-
-def test_prompts_of_one_step_do_not_disturb_each_other(attention):
-    async def main():
-        sampler = make()
-        rows = [[i] + prompt(random.Random(i), 20, 30) for i in range(3)]
-        done = await gather(*(sampler.generate(row, 4, sampling=GREEDY) for row in rows))
-        assert sampler.stats["steps"] == 4  # all prompts in the first
-        for row, got in zip(rows, done):
-            ids, logprobs = naive_greedy(MODEL, row, 4)
-            assert got.ids == ids and close(got.logprobs, logprobs)
-    asyncio.run(main())
