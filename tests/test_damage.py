@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHORT, command
+from conftest import FLAT, SHORT, command
 
 import rlm
 import tasks
@@ -142,3 +142,27 @@ def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
     for text in ("[]", '{"odd": 1}', "5", '{"step": "x"}'):
         last.write_text(text)
         assert "\n" not in command(train, monkeypatch, "--resume", "--out", out)
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
+        short_run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "metrics.jsonl").read_bytes()
+    assert "nothing can be resumed" in command(train, monkeypatch, "--resume", "--out", out)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_keeps_off_what_is_not_its_own(short_run, tmp_path, monkeypatch):
+    """The checkpoints of a run beside it, whose name its own name matches as a pattern; and
+    a directory that holds no run."""
+    flags = *SHORT, "--model", short_run / "warmup", "--warmup-steps", 0, "--heldout", 1
+    beside = tmp_path / "a1" / "checkpoints" / "grpo-000000"
+    beside.mkdir(parents=True)
+    assert FLAT in command(train, monkeypatch, *flags, "--out", tmp_path / "a[12]")
+    assert beside.exists()
+    mine = tmp_path / "mine" / "checkpoints" / "me"
+    mine.mkdir(parents=True)
+    message = command(train, monkeypatch, *flags, "--out", tmp_path / "mine")
+    assert "not empty and holds no run" in message and len(list(mine.parent.iterdir())) == 1
