@@ -183,7 +183,7 @@ class GatheredRows:
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
     are gathered once; each step then writes to the row and to the pages. All rows are
-    equally long, and together as large as the pool. If they would be too short, the pages
+    equally long, and together no larger than the pool. If they would be too short, the pages
     of the longest requests are gathered in every step, like those of prompts."""
     page = 16  # tokens of a page: small ones share more
 
@@ -256,15 +256,20 @@ class GatheredRows:
         return decoding, [pair for pair in step if pair[0] not in placed]
 
     def _make_room(self, count: int, length: int) -> None:
-        """For `count` rows of `length` tokens. Rows get twice as long, as a change of their
-        length is dear: all are gathered again."""
+        """For `count` rows of `length` tokens, and for more of both, so that this is rare:
+        all rows are gathered again."""
         L, _, B, K, T, E = self.rows.shape
-        if count > B or length > T:
-            T = min(max(length, 2 * T, 128), self.room // count)
-            B = self.room // T
-            self.rows = None  # now, so that old and new ones do not exist side by side
-            self.rows = zeros((L, 2, B, K, T, E), self.pool, self.pool.dtype)
-            self.held = [(None, 0)] * len(self.held)
+        if count <= B and length <= T:
+            return
+        if count > B:
+            B = max(count, 2 * B)
+        if length > T:
+            T = max(length, T * 3 // 2, 128)
+        if B * T > self.room:
+            B, T = count, min(T, self.room // count)
+        self.rows = None  # now, so that old and new ones do not exist side by side
+        self.rows = self.pool.new_zeros(L, 2, B, K, T, E)
+        self.held = [(None, 0)] * len(self.held)
 
 
 class FlashPages:
