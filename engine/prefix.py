@@ -122,11 +122,12 @@ class Snapshots:
     memory as the keys and values of 1,570 tokens. There is one
 
         where a request stopped. The first request that continues it takes it over.
-        in a prompt, where a waiting request goes on differently (the last of these places),
-        and where the cached pages of the prompt end. A request that continues it gets a
-        copy.
+        in a prompt, where the longest prefix ends that a waiting request begins with too,
+        and where the cached pages end. Each request that continues it gets a copy.
 
-    The least recently used snapshot is replaced."""
+    So a prefix is computed once if its requests wait together, and twice if they come one
+    after another: the second one computes again what is in the pages, for the snapshot. The
+    least recently used snapshot is replaced."""
 
     def __init__(self, states):
         self.states = states
