@@ -198,8 +198,8 @@ class Sampler:
         self.stats["seconds"] += time.perf_counter() - began
 
     def _admit(self) -> None:
-        """Start waiting requests in order of arrival, while they fit. But if the tokens that
-        running ones have need more pages than there are, the youngest one is preempted."""
+        """Start waiting requests in order of arrival, while they fit. But if the tokens of
+        running requests need more pages than there are, the youngest is preempted."""
         while sum(map(self._missing, self.running)) > self.cache.available():
             self.waiting.insert(0, self.running[-1])
             self._remove(self.running[-1])

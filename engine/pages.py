@@ -9,8 +9,8 @@ A step is a list of (request, n): the request computes its next n tokens. A requ
 pages) and, of a hybrid, `state`. Which request computes what is for sampler.py; who owns
 which page, for engine/prefix.py.
 
-Shapes: L layers with attention, P pages of S tokens, N tokens of a step, B requests, H query
-and K key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
+Shapes: L layers with attention, P pages of S tokens, N tokens of a step, B requests, H
+query and K key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabulary.
 """
 import contextlib
 import os
@@ -183,8 +183,8 @@ class GatheredRows:
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
     are gathered once; each step then writes to the row and to the pages. All rows are
-    equally long, and together no larger than the pool. If they would be too short, the pages
-    of the longest requests are gathered in every step, like those of prompts."""
+    equally long, and together no larger than the pool. A request that is too long for this
+    has its pages gathered in every step, like prompts."""
     page = 16  # tokens of a page: small ones share more
 
     def __init__(self, model, pool: Tensor, states: States | None, batch: int):
@@ -337,8 +337,8 @@ class FlashPages:
         return q[0].transpose(0, 1)
 
     def _inputs(self, step: list, rows: int) -> Tensor:
-        """(rows, columns) int32, on the host: of each request its last token, its length,
-        its state and its block table. A row of no request has length 1, state and page 0."""
+        """(rows, columns) int32, on the host: of each request its last token, length,
+        state and block table. A row of no request has length 1, state 0 and page 0."""
         inputs = np.zeros((rows, self.columns), np.int32)
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):
@@ -379,8 +379,8 @@ class FlashPages:
         self.graphs[B] = (graph, inputs, logits_BV)
 
     def _decode_batch(self, inputs: Tensor) -> Tensor:
-        """One token of each row of `inputs`, as above: (B, V) logits. A graph can be made of
-        it, because the host looks at no value."""
+        """One token of each row of `inputs`, as above: (B, V) logits. The host looks at no
+        value, so that a graph can be made of it."""
         size = self.pool.shape[3]
         ids_B, table_BP = inputs[:, 0], inputs[:, 3:].contiguous()
         pos_B = inputs[:, 1].long() - 1

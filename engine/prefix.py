@@ -1,5 +1,5 @@
-"""The prefix cache of the sampler: what is kept of which tokens, so that no request computes
-what another one has computed.
+"""The prefix cache of the sampler: what is kept of which tokens, so that no request
+computes what another one has computed.
 
 Keys and values lie in pages of `size` tokens. The block table of a request lists its pages,
 in the order of its tokens. A page is in use, or it is free, or it is unused: then it stays
@@ -92,8 +92,9 @@ class PrefixCache:
         request.computed = end
 
     def release(self, request) -> None:
-        """The request needs its pages no longer. They stay cached, except for a page that
-        is empty, or holds no more than another one. The end of a prefix is evicted first."""
+        """The request needs its pages no longer. They stay cached, but for a page that is
+        empty, or that holds no more than another one. The end of a prefix is evicted
+        first."""
         for page in reversed(request.block_table):
             self.users[page] -= 1
             if self.users[page] == 0:

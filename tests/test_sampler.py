@@ -288,8 +288,8 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
         attention, part, model, within, monkeypatch):
     """With shared prefixes, cancellations, second turns, and pools so small that requests
     are preempted. What a key samples is what it samples alone in a pool that holds all, and
-    the log-probabilities are those of a full forward pass. By default 8 schedules over rows,
-    4 with slow kernels or a hybrid; 100, 20 and 300 are slow tests."""
+    the log-probabilities are those of a full forward pass. By default 8 schedules over
+    rows, 4 with slow kernels or a hybrid; 100, 20 and 300 are slow tests."""
     compared = preempted = reused = 0
     dense, rows = model is MODEL, attention == "rows"
     count = (8 if dense and rows else 4, (100 if dense else 300) if rows else 20)[part]
@@ -480,10 +480,9 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
     async def main():
         sampler = make(batch=2, tokens=pool)
         good = [[1, 2], [7], [1, 2, 3]]
-        done = await gather(*(sampler.generate(row, 6, sampling=GREEDY) for row in good[:2]),
-                            sampler.generate(ids, max_tokens),
-                            sampler.generate(good[2], 6, sampling=GREEDY))
-        bad = done.pop(2)
+        done = await gather(sampler.generate(ids, max_tokens), *(
+            sampler.generate(row, 6, sampling=GREEDY) for row in good))
+        bad = done.pop(0)
         assert isinstance(bad, SamplerError) and message in str(bad)
         assert [got.ids for got in done] == [naive_greedy(MODEL, row, 6)[0] for row in good]
     asyncio.run(main())
