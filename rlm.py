@@ -46,6 +46,7 @@ from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Sampling, Turn
 from util import read_json, read_texts, write_json
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
+SHOWN = 2000  # characters that a person is shown of what a node reads
 
 
 # ------------------------------------------------------------------------------------------
@@ -441,8 +442,9 @@ def aloud(policy: Callable) -> Callable:
     run side by side."""
     async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
         size = len(node.ids) or sum(about(turn.text) for turn in node.said)
-        read = printable(node.turns[-1].text)
-        print(f"--- {node.name} reads {size:,} tokens, at last\n{read}", file=sys.stderr)
+        read = cut(printable(node.turns[-1].text), SHOWN)
+        print(f"--- {node.name} reads {size:,} tokens, which end with\n{read}",
+              file=sys.stderr)
         done = await policy(node, max_tokens, key)
         print(f"--- {node.name} wrote\n{printable(done.text)}", file=sys.stderr)
         return done

@@ -46,6 +46,8 @@ FAMILIES = {
 }
 NUMBERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
            "num_attention_heads", "num_key_value_heads", "rope_theta")
+LINEAR = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
+          "linear_key_head_dim", "linear_value_head_dim")
 ONLY = {  # the decoder supports one value of these fields
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -75,11 +77,14 @@ def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
     if not family:
         refused.append("model_type")
     hybrid = family and family.hybrid
-    kinds = {"full_attention", "linear_attention"} if hybrid else {"full_attention"}
-    if not kinds.issuperset(raw.get("layer_types", ())):
+    layers = raw.get("layer_types", ["full_attention"])
+    known = {"full_attention", "linear_attention"} if hybrid else {"full_attention"}
+    if "full_attention" not in layers or not known.issuperset(layers):
         refused.append("layer_types")
     if hybrid:
         raw.setdefault("partial_rotary_factor", 0.25)
+        if len(layers) != raw.get("num_hidden_layers"):
+            refused.append("layer_types")
     for field in ("rope_scaling", "rope_parameters"):
         rope = raw.get(field, {})
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -90,9 +95,13 @@ def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
     if refused:
         found = ", ".join(f"{field} {raw.get(field)!r:.80}" for field in refused)
         raise ValueError(f"{path}: not supported: {found}")
-    missing = [field for field in NUMBERS if not raw.get(field)]
+    missing = [field for field in NUMBERS + LINEAR * bool(hybrid) if not raw.get(field)]
     if missing:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
+    if hybrid and (raw["linear_num_value_heads"] % raw["linear_num_key_heads"]
+                   or raw["linear_conv_kernel_dim"] < 2):
+        raise ValueError(f"{path}: linear_num_value_heads is no multiple of "
+                         "linear_num_key_heads, or linear_conv_kernel_dim is less than 2")
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     raw.setdefault("tie_word_embeddings", False)
     return raw

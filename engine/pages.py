@@ -363,14 +363,6 @@ class FlashPages:
         with torch.cuda.stream(self.stream):  # the first call compiles and allocates more
             self._decode_batch(inputs)
         torch.cuda.current_stream().wait_stream(self.stream)
-        try:
-            self._record(B, inputs)
-        except RuntimeError as error:
-            print(f"sampler: expandable segments are turned off: {str(error)[:200]}")
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-            self._record(B, inputs)
-
-    def _record(self, B: int, inputs: Tensor) -> None:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: thread_local.
         with torch.cuda.graph(graph, self.memory, self.stream, "thread_local"):

@@ -31,8 +31,8 @@ GROUP, AGAIN = 8, 6
 
 def replaying(old: Node, policy: Callable | None = None, path: tuple | None = None,
               turn: int = 0) -> Callable:
-    """The policy that says in one tree what was said in `old`. It asks `policy` for the node
-    at `path` from its message number `turn` on, and for what is new because of that."""
+    """The policy that says in one tree what was said in `old`. It asks `policy` for the
+    node at `path` from its message number `turn` on, and for what follows from that."""
     recorded = {node.path: node for node in old.walk()}
     new = set()  # paths of nodes with a new message
 

@@ -22,8 +22,8 @@ that answers the question, without a sentence around it. If the context does not
 the answer is "" and nothing else."""
 STRATEGY = f"""\
 Reading everything yourself would not fit into your window. Find the few texts that may \
-say the answer with code, by words of the question and by synonyms, and give each of them to \
-a child. Answer with the best of their answers. If there is nothing to read, calculate.
+say the answer with code, by words of the question and by synonyms, and give each of them \
+to a child. Answer with the best of their answers. If there is nothing to read, calculate.
 {READING}"""
 EXAMPLE = Example(
     query="In the letters of the context, for how many days has it rained?",

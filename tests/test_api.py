@@ -95,14 +95,15 @@ def test_a_reply_that_cannot_be_used_loses_the_request(raw):
         complete(server, "q", max_retries=0)
 
 
-def test_the_command_line_shows_the_turns_and_then_the_answer(tmp_path, monkeypatch, capsys):
+def test_the_command_line_shows_the_turns_and_then_the_answer(
+        tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("What is in the file")
     with Stub(says=block("print('\x1b[2Jseen')\nFINAL(context[:4])")) as server:
         args = "--api-model", "m", "A question?", tmp_path / "a.txt"
         assert command(rlm, monkeypatch, "--api", server.url, *args) is None
     out, err = capsys.readouterr()
     assert out == "What\n" and "\x1b" not in err
-    assert "tokens, at last\nA question?" in err and "FINAL(context[:4])" in err
+    assert "tokens, which end with\nA question?" in err and "FINAL(context[:4])" in err
     with Stub(says="1", always="413") as server:
         message = command(rlm, monkeypatch, "--api", server.url, *args)
     assert message.startswith("rlm.py: Error code: 413")

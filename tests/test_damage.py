@@ -57,8 +57,8 @@ def test_a_run_with_a_damaged_file_resumes_alike_or_says_why_in_one_line(
 def test_adapters_of_a_renamed_run_open_on_their_own_weights(
         short_run, tmp_path, monkeypatch):
     first, second = tmp_path / "a", tmp_path / "a-old"
-    command(train, monkeypatch, *SHORT, "--model", short_run / "warmup", "--warmup-steps", 0,
-            "--lora-rank", 2, "--heldout", 1, "--out", first)
+    command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+            "--warmup-steps", 0, "--lora-rank", 2, "--heldout", 1, "--out", first)
     last = sorted(os.listdir(first / "checkpoints"))[-1]
     want = dict(open_checkpoint(str(first / "checkpoints" / last)).named_parameters())
     first.rename(second)

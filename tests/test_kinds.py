@@ -18,8 +18,9 @@ from tasks.oolong import LABELS
 from tasks.scripts import script_policy, scripted
 from tokenizer import Tokenizer
 
-ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"], "start": [0, 4]},
-       "context": [{"title": "a", "text": "Ann Lee found it in 1912. It was gold, and lay in a field."},
+FOUND = "Ann Lee found it in 1912. It was gold, and lay in a field."
+ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"]},
+       "context": [{"title": "a", "text": FOUND},
                    {"title": "b", "text": "Nobody saw it for a year."}]}
 
 

@@ -125,7 +125,8 @@ def test_at_ratio_1_the_gradient_of_another_loss_is_ours(other):
     for lengths in ([3, 1, 6], []):
         now = (-torch.rand(sum(lengths))).requires_grad_()
         pack = {"advantages": torch.randn(sum(lengths)), "sampled": lengths}
-        losses = [loss(now, now - now.detach(), pack, None) for loss in (other, clipped_loss)]
+        losses = [loss(now, now - now.detach(), pack, None)
+                  for loss in (other, clipped_loss)]
         ours, theirs = (torch.autograd.grad(each.sum(), now)[0] for each in losses)
         assert torch.allclose(ours, theirs)
 

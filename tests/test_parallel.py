@@ -180,7 +180,7 @@ def test_two_ranks_are_one_and_a_run_moves_from_two_to_one(tmp_path):
             close(got["weights"], want["weights"])
             for name, value in want["metrics"].items():
                 if isinstance(value, float) and not name.endswith(("_s", "_gb")):
-                    least = 2e-5 if name == "forgot" else 1e-12  # a sum of small differences
+                    least = 2e-5 if name == "forgot" else 1e-12  # of small differences
                     assert got["metrics"][name] == pytest.approx(value, 1e-4, least), name
 
 

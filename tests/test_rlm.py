@@ -73,8 +73,8 @@ def grow(says, question=None, tokenizer=None, **config):
 
 @pytest.fixture(scope="module")
 def tiny():
-    texts = [prompts.FULL, evidence_kind.STRATEGY, "FINAL(rlm_query_batched('x', ps))\n" * 9]
-    return Tokenizer.train(texts, 700)
+    code = "FINAL(rlm_query_batched('x', ps))\n"
+    return Tokenizer.train([prompts.FULL, evidence_kind.STRATEGY, code * 9], 700)
 
 
 def seen(node):
@@ -413,7 +413,8 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
 
 
 def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():
-    async def price(task, answer, root):
+    async def price(task, *more):
+        answer, root = more
         return root.score - 0.25 * len(root.children)
 
     policy = Script({"*": block("llm_query('x')\nFINAL('gold 0.')")})

@@ -79,10 +79,11 @@ def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file(letters
 
 def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, capsys):
     """Twelve rows: six questions, a paper, and five that nobody can read."""
-    rows = [{"question": f"q{i}", "context": f"text {i}", "answer": "text"} for i in range(6)]
+    rows = [{"question": f"q{i}", "context": f"a {i}", "answer": "a"} for i in range(6)]
     rows += [json.loads(PAPERS.read_text().splitlines()[0])]
     rows += [{"question": "q", "context": 5, "answer": "a"}, {"question": "q"}, 7,
-             {"question": "q", "context": "c"}, {"question": None, "context": "c", "answer": 1}]
+             {"question": "q", "context": "c"},
+             {"question": None, "context": "c", "answer": 1}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     kind = tasks.load("", str(path))

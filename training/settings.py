@@ -94,9 +94,10 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     temperature: float = flag(
-        1.0, "of the trees; trained and evaluated is the policy at 1", POSITIVE)
+        1.0, "at which trees are sampled; what is trained and evaluated is the policy at 1",
+        POSITIVE)
     top_p: float = flag(
-        1.0, "of the trees: only the most likely tokens, until they reach this together")
+        1.0, "trees are sampled from the most likely tokens that reach this together")
     lr: float = flag(
         float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
         common=True, shown=by_checkpoint("lr"))
@@ -154,8 +155,8 @@ def room(root, rlm_config) -> str:
     node = rlm_config.max_turns * rlm_config.turn_tokens
     if node > window - used:
         node = window - used
-        lines.append(f"{rlm_config.max_turns} turns of {rlm_config.turn_tokens:,} tokens do "
-                     "not fit into the rest of it")
+        lines.append(f"{rlm_config.max_turns} turns of {rlm_config.turn_tokens:,} tokens "
+                     "do not fit into the rest of it")
     if rlm_config.tree_tokens < rlm_config.max_nodes * node:
         lines.append(f"tree_tokens of {rlm_config.tree_tokens:,} end a tree before "
                      f"{rlm_config.max_nodes} nodes have sampled {node:,} tokens each")
