@@ -205,8 +205,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     for node in [node for tree in trees for node in tree.root.walk()]:
         node.turns = setup.tokenizer.encode_turns(node.turns, node.example)
     if not trees:
-        suits = settings.defaults(plan.config.hidden_size)
-        count = min(suits.warmup_trees, config.warmup_steps * suits.warmup_rows)
+        rows = config.warmup_steps * settings.defaults(plan.config.hidden_size).warmup_rows
+        count = min(rows, settings.SCRIPTED)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
         trees = scripted_trees(
             asked, setup.tokenizer, setup.rlm_config, config.seed, setup.run.world)

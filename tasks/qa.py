@@ -119,7 +119,7 @@ texts = sorted({texts}, key=lambda text: -sum(w in text.lower() for w in words))
 ASK = "answers = rlm_query_batched(question, texts[:{number}])\n"
 JOIN = 'FINAL(next((answer for answer in answers if answer), ""))'
 ROOT_SCRIPTS = {
-    "rank": (0.5, RANK + ASK.format(number=3) + JOIN),
+    "rank": (0.5, RANK + ASK.format(number=2) + JOIN),
     "first": (0.2, "texts = {texts}\n" + ASK.format(number=1) + JOIN),
     "quote": (0.15, RANK + "FINAL(texts[0])"),
     "forget": (0.15, RANK + "print(texts[0][:100])"),

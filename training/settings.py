@@ -10,6 +10,7 @@ BY_CHECKPOINT = -1  # a flag with this default takes its value from the checkpoi
 POSITIVE = 1e-12  # the least rate
 NARROW = 256  # hidden size; a model below that was made from nothing, here
 WIDE = 2560  # the hidden size of Qwen3-4B
+SCRIPTED = 1024  # trees of scripts that a warm-up runs at most; then it reuses them
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,6 @@ class Defaults:
     """What a checkpoint gets where no flag says otherwise."""
     warmup_steps: int
     warmup_lr: float
-    warmup_trees: int  # scripted trees, run once and reused
     warmup_rows: int  # nodes per supervised step
     lr: float
     max_norm: float  # gradients are clipped to this
@@ -25,11 +25,11 @@ class Defaults:
 
 
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
-SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_trees=1024, warmup_rows=32,
-                   lr=1.4e-3, max_norm=0.2, adapters=2.0)
+SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_rows=32, lr=1.4e-3,
+                   max_norm=0.2, adapters=2.0)
 # The rates of published runs of 4B and more; `settle` raises that of smaller models.
-PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_trees=128, warmup_rows=8,
-                      lr=1e-6, max_norm=1.0, adapters=20.0)
+PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_rows=8, lr=1e-6,
+                      max_norm=1.0, adapters=20.0)
 
 
 def by_checkpoint(name: str) -> str:
