@@ -102,15 +102,17 @@ class REPL:
         import asyncio  # not above: the server imports this file, and does without asyncio
 
         self._loop = asyncio.get_running_loop()
-        if self._first is not None:
-            first, self._first = self._first, None  # the context will live in the worker
-            await self._start(first)
-        result = await self._exchange(b"X", {"code": code}, on_query or no_model)
+        start, self._first = self._first, None  # the context will live in the worker
+        messages = [(b"X", {"code": code})]
+        if start is not None:
+            self._connect()
+            messages.insert(0, (b"S", start))
+        result = await self._exchange(messages, on_query or no_model)
         if result.done or result.died:
             self._close()  # code that catches the exception of FINAL must not run on
         return result
 
-    async def _start(self, first: dict) -> None:
+    def _connect(self) -> None:
         try:
             self._sock, theirs = socket.socketpair()
             self._sock.setblocking(False)
@@ -118,22 +120,22 @@ class REPL:
                 Handle.request(theirs, self.limits, SERVER)
         except OSError as error:
             raise REPLError(f"the REPL server cannot be reached: {error}") from error
-        result = await self._exchange(b"S", first, no_model)
-        if result.error:
-            raise REPLError(f"the REPL did not start: {result.error}")
 
-    async def _exchange(self, kind: bytes, message: dict, on_query: Callable) -> Result:
-        """Send one frame, then answer queries until the result comes."""
+    async def _exchange(self, messages: list, on_query: Callable) -> Result:
+        """Send the frames of a block, then answer queries until its result comes."""
         count, most = 0, self.limits.queries
         try:
-            await self._send(kind, message)
+            await self._send(*messages)
             while True:
                 kind, data = await self._receive()
                 try:
                     if kind == b"T":  # from the server; the result is the next frame
                         seconds = json.loads(data[HEADER.size:])
-                        _, data = await self._receive()
-                        return replace(read_result(data, self.limits), seconds=seconds)
+                        kind, data = await self._receive()
+                        result = read_result(data, self.limits)
+                        if kind == b"F":
+                            raise REPLError(f"the REPL did not start: {result.error}")
+                        return replace(result, seconds=seconds)
                     query = read_query(data)
                 except (ValueError, TypeError, RecursionError) as error:  # forged
                     return Result(error=f"ProtocolError: {error}", died="protocol")
@@ -144,16 +146,16 @@ class REPL:
                     answers = [problem] * len(prompts)
                 else:
                     answers = await on_query(*query)
-                await self._send(b"R", answers)
+                await self._send((b"R", answers))
         except BaseException:  # cancelling too: the rest of an exchange would be misread
             self._close()
             raise
 
-    async def _send(self, kind: bytes, message: Any) -> None:
+    async def _send(self, *messages: tuple[bytes, Any]) -> None:
         if self._sock is None:
             raise REPLError("the REPL is not open")
         try:
-            data = frame(kind, message, self.limits.frame_mb)
+            data = b"".join(frame(*message, self.limits.frame_mb) for message in messages)
             await self._loop.sock_sendall(self._sock, data)
         except OSError as error:
             raise REPLError("the REPL server was lost") from error
@@ -270,7 +272,7 @@ class Worker:
         self.namespace["answer"] = self.answer
         if question:
             self.namespace["question"] = question
-        self.done(error)
+        self.sock.sendall(self.frame(b"S", error))
 
     def counted(self, tool: Callable) -> Callable:
         """The tool, with a count of its calls by the code, not by tools."""

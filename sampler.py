@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.device import suited_to
 from engine.pages import attention_for, spare_bytes
@@ -47,7 +48,7 @@ from model import Decoder
 from tree import Completion, Lost, Sampling
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
-BLOCK = 128  # tokens of the vocabulary; fewer where it is no multiple of that
+BLOCK = 128  # tokens of the vocabulary
 
 
 class SamplerError(Lost):
@@ -327,15 +328,17 @@ def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     First its block of n tokens, by the sums of the N blocks, then the token in the block.
     The cumulative sum of a large vocabulary takes long on a GPU."""
     B, V = probs_BV.shape
-    n = math.gcd(V, BLOCK)
-    blocks_BNn = probs_BV.view(B, -1, n)
+    if V % BLOCK:
+        probs_BV = F.pad(probs_BV, (0, -V % BLOCK))
+    blocks_BNn = probs_BV.view(B, -1, BLOCK)
     total_BN = blocks_BNn.sum(-1, dtype=torch.float64).cumsum(-1)
     goal_B1 = u_B[:, None] * total_BN[:, -1:]  # the last total is 1 but for rounding
-    block_B1 = torch.searchsorted(total_BN, goal_B1, right=True).clamp_(max=V // n - 1)
+    block_B1 = torch.searchsorted(total_BN, goal_B1, right=True)
+    block_B1.clamp_(max=total_BN.shape[1] - 1)
     beyond_B1 = total_BN.gather(1, block_B1) - goal_B1  # of the block's sum
 
     block_Bn = blocks_BNn[torch.arange(B, device=u_B.device), block_B1[:, 0]]
     total_Bn = block_Bn.cumsum(-1, dtype=torch.float64)
     goal_B1 = (total_Bn[:, -1:] - beyond_B1).clamp_(min=0)  # rounding may go below
-    token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=n - 1)
-    return (block_B1 * n + token_B1)[:, 0]
+    token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=BLOCK - 1)
+    return (block_B1 * BLOCK + token_B1).clamp_(max=V - 1)[:, 0]  # the rest is padding

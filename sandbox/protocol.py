@@ -2,14 +2,18 @@
 
 A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length in JSON:
 
-    client:  S {"context": ..., "tools": ...}    start
+    client:  S {"context": ..., "tools": ...}    start; the first block comes at once
              X {"code": ...}                     execute a block
              R [answer, ...]                     the answers to a query
-    worker:  Q [kind, prompts, contexts]         a query
+    worker:  S error                             it has started, or why it has not
+             Q [kind, prompts, contexts]         a query
              D {"stdout": ..., ...}              done: the fields of a `Result`
     server:  T seconds                           before each D, how long the block ran
+             F {"error": ..., ...}               in place of a D: it did not start
 
 The client does not trust the frames of a worker: `read_result` and `read_query` check them.
+The server passes on no S. It is sent before any code runs, and F comes from the server
+alone: so no code can pretend that the machine failed.
 """
 import json
 import struct

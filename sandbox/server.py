@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 
 from sandbox.isolation import (DESCRIPTORS, PARENT, REPLS, SET_NAME, Limits, Sandbox,
                                call, choose)
-from sandbox.protocol import frame, take_frame
+from sandbox.protocol import HEADER, frame, take_frame
 
 # What model code often imports. Each library slows down every fork, so asyncio and hashlib
 # (which loads OpenSSL) are not here. Neither is random: all workers would draw the same.
@@ -149,7 +149,8 @@ class Slot:
     inbox: bytearray = field(default_factory=bytearray)  # from the worker
     pid: int = 0  # 0: no process, or none any more
     state: str = "idle"  # running, asking, idle or dead
-    limit: float = START_SECONDS  # that the running block may use
+    started: bool = False
+    limit: float = START_SECONDS  # that the start, or the running block, may use
     wall: float = 0.0  # seconds by the wall clock, until the clock last stood
     since: float = 0.0  # when it began to run again
     before: float = 0.0  # processor time before the block
@@ -290,30 +291,40 @@ class Server:
         try:
             while (found := take_frame(slot.inbox, slot.limits.frame_mb)) is not None:
                 kind, data = found
+                if kind == b"S" and slot.state == "running" and not slot.started:
+                    self.begin(slot, json.loads(data[HEADER.size:]))
+                    continue
                 if slot.state != "running" or kind not in (b"Q", b"D"):
                     raise ValueError(f"{kind!r} while {slot.state}")
                 slot.stop_clock("asking" if kind == b"Q" else "idle")
-                if kind == b"D":
-                    self.tell_time(slot)
-                slot.client.write(data)
+                slot.client.write(data if kind == b"Q" else self.time_of(slot) + data)
         except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open
 
-    def tell_time(self, slot: Slot) -> None:
-        """Tell the client how long the block ran, and reset its clock."""
-        slot.client.write(frame(b"T", slot.used(), slot.limits.frame_mb))
-        slot.limit, slot.wall, slot.before = slot.limits.seconds, 0.0, slot.read
+    def begin(self, slot: Slot, error: str) -> None:
+        """The worker has started, or tells why it cannot. Its first block begins."""
+        if error:
+            self.end(slot, "crash", error)
+            return
+        slot.started, slot.limit = True, slot.limits.seconds
+        slot.run_clock()
+
+    def time_of(self, slot: Slot) -> bytes:
+        """The frame that tells how long the block ran. Resets its clock."""
+        data = frame(b"T", slot.used(), slot.limits.frame_mb)
+        slot.wall, slot.before = 0.0, slot.read
+        return data
 
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
         if slot.state == "dead":
             return
         slot.stop_clock("dead")
-        self.tell_time(slot)
+        ran = self.time_of(slot)
         self.kill(slot)
-        result = {"error": error, "died": died}
-        slot.client.write(frame(b"D", result, slot.limits.frame_mb))
+        kind, result = b"D" if slot.started else b"F", {"error": error, "died": died}
+        slot.client.write(ran + frame(kind, result, slot.limits.frame_mb))
 
     def kill(self, slot: Slot) -> None:
         if slot.pid:

@@ -318,7 +318,7 @@ def test_a_slow_reader_blocks_nobody():
     async def go():
         async with REPL("", limits=Limits()) as slow, REPL("", limits=Limits()) as other:
             await slow.execute("")
-            await slow._send(b"X", {"code": "llm_query('x' * (20 << 20))"})  # never read
+            await slow._send((b"X", {"code": "llm_query('x' * (20 << 20))"}))  # never read
             await asyncio.sleep(0.3)
             assert (await asyncio.wait_for(other.execute("FINAL(1)"), 60)).final == 1
 

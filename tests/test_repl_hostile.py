@@ -152,6 +152,8 @@ PROTOCOL = [
     case("half-a-frame-and-exit",
          "os.write(fd, struct.pack('!Ic', 99, b'D') + b'{'); os._exit(0)", "crash"),
     forged("unknown-kind", "send(b'Z', b'')"),
+    forged("pretend-no-start", "send(b'S', b'1')"),
+    forged("pretend-that-it-failed", "send(b'F', json.dumps(GOOD).encode())"),
     forged("no-json", "send(b'D', b'{')"),
     forged("wrong-types", "result(stdout=[1])"),
     forged("wrong-counts", "result(tools={'search': 'often'})"),
