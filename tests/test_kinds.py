@@ -174,7 +174,7 @@ def test_rows_of_questions_in_many_forms(context, answer, gold):
 
 
 def test_the_scripts_of_qa_find_some_answers_and_miss_others():
-    """In the real REPL, for each form of a context."""
+    """In the real REPL, for each form of a context. A root without children reads."""
     texts = {"a": "The lock was built by Ann Lee in 1912.", "b": "Tom saw the river rise."}
     rewards = []
     for context in (texts, [*texts.values()], "\n\n".join(texts.values())):
@@ -185,6 +185,9 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         rewards += [tree.reward for tree in trees]
     assert rewards.count(1.0) > 18 and sum(reward < 0.5 for reward in rewards) > 18
+    alone = script_policy(tasks_, None, 0, alone=True)
+    trees = asyncio.run(collect(jobs(tasks_), alone, None, RLMConfig(max_nodes=1)))
+    assert [tree.reward for tree in trees] == [1.0] * 24
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():
