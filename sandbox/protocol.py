@@ -8,7 +8,8 @@ A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length i
     worker:  S error                             it has started, or why it has not
              Q [kind, prompts, contexts]         a query
              D {"stdout": ..., ...}              done: the fields of a `Result`
-    server:  T seconds                           before each D, how long the block ran
+    server:  T seconds                           before each D, how long the block ran; with
+                                                 the first block, also the start
              F {"error": ..., ...}               in place of a D: it did not start
 
 The client does not trust the frames of a worker: `read_result` and `read_query` check them.
