@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
+from operator import eq
 
 from tasks.in_repl import TOOLS, block
-from tasks.text import ADJECTIVES, NOUNS, as_line, field
+from tasks.text import ADJECTIVES, NOUNS, as_line, field, pick
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do, and then counted, \
@@ -64,9 +65,9 @@ def make(rng, tokens=None, heldout=False):
     labels = [label for _, label in rows]
     (first, most), (_, next_most) = Counter(labels).most_common(2)
     if most > next_most and rng.random() < 0.5:
-        return COMPARE, context, {"type": "LABEL", "value": first}
+        return COMPARE, context, {"type": "LABEL", "value": first, "labels": labels}
     label = rng.choice(LABELS)
-    gold = {"type": "NUMERIC", "value": str(labels.count(label))}
+    gold = {"type": "NUMERIC", "value": str(labels.count(label)), "labels": labels}
     return COUNT.format(label), context, gold
 
 
@@ -97,9 +98,28 @@ def right_answer(task):
     return task.answer["value"]
 
 
+def labels_of(task) -> dict[str, str]:
+    """The label of each question of the context, where they are known."""
+    lines = [line for line in task.context.split("\n") if line.startswith("Date: ")]
+    texts = [line.partition("Instance: ")[2] for line in lines]
+    return dict(zip(texts, task.answer.get("labels", ())))
+
+
+def part_score(task, part, answer):
+    """For a child that was given some of the questions: the share of right labels."""
+    known = labels_of(task)
+    if not isinstance(part, str) or not all(line in known for line in part.split("\n")):
+        return None
+    gold = [known[line] for line in part.split("\n")]
+    if not isinstance(answer, list) or len(answer) != len(gold):
+        return 0.0
+    return sum(map(eq, answer, gold)) / len(gold)
+
+
 def read(row):
     """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
-    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth."""
+    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth. Scripts for a
+    cold start need `labels`, too: those of the lines, in order."""
     kind = field(row, "answer_type").removeprefix("ANSWER_TYPE.")
     text = field(row, "answer").replace("datetime.date", "")
     value = ast.literal_eval(text)[0]
@@ -108,28 +128,72 @@ def read(row):
     if kind == "NUMERIC":
         value = int(value)
     gold = {"type": kind, "value": str(value)}
+    if "labels" in row:
+        gold["labels"] = field(row, "labels", list)
     return field(row, "question"), field(row, "context_window_text"), gold
 
 
-# A root: each child labels the lines of one piece.
-SPLIT = """\
-lines = [line for line in context.split("\\n") if line.startswith("Date: ")]
-size = -(-len(lines) // 24)
-parts = ["\\n".join(lines[i:i + size]) for i in range(0, len(lines), size)]
-labels = sum(rlm_query_batched("List the label of each line.", parts), [])
-"""
+# --- scripts ------------------------------------------------------------------------------
 
-# A child.
+# A root: children label the lines of one piece each.
+SPLIT = """\
+lines = [line.split(" || ") for line in context.split("\\n") if line.startswith("Date: ")]
+{filter}texts = [line[2].removeprefix("Instance: ") for line in lines]
+parts = ["\\n".join(texts[i:i + {size}]) for i in range(0, len(texts), {size})]
+labels = sum(rlm_query_batched("Label each line.", parts{some}), [])
+"""
+COMPARED = """\
+first, second = labels.count({!r}), labels.count({!r})
+FINAL("more common than" if first > second else
+      "less common than" if first < second else "same frequency as")"""
+USERS = """\
+users = [line[1] for line, label in zip(lines, labels) if label == {!r}]
+FINAL(max(set(users), key=users.count))"""
+
+
+def root_code(query: str, size: int | str, some: str = "") -> str:
+    """Code for each form of OOLONG's questions about counts and users."""
+    named = re.findall(r"label '([^']+)'", query)
+    users = re.search(r"user IDs ([0-9, ]+)", query)
+    only = "lines = [line for line in lines if line[1][6:] in {!r}]\n"
+    code = SPLIT.format(filter=only.format(users[1]) if users else "", size=size, some=some)
+    if len(named) == 2:
+        return code + COMPARED.format(*named)
+    if named and "which user" in query:
+        return code + USERS.format(*named)
+    if named:
+        return code + f"FINAL(labels.count({named[0]!r}))"
+    best = "min" if "least" in query else "max"
+    return code + f"FINAL({best}({LABELS}, key=labels.count))"
+
+
+# Good and bad scripts with their shares: a root that asks about all pieces, or about the
+# first; a child that reads, or guesses. "read" knows the labels of a training row.
+ROOT_SCRIPTS = {"all": (0.6, ""), "one": (0.4, "[:1]")}
+CHILD_SCRIPTS = {"read": (0.6, ""), "guess": (0.4, "")}
+SIZES = (4, 8, 12)  # lines of a piece
+
+
+def demonstrate(task, node, rng):
+    if not node.depth:
+        _, some = ROOT_SCRIPTS[pick(ROOT_SCRIPTS, rng)]
+        return block(root_code(task.query, rng.choice(SIZES), some))
+    if pick(CHILD_SCRIPTS, rng) == "guess":
+        return block(f"FINAL([{rng.choice(LABELS)!r}] * len(context.split('\\n')))")
+    if not node.written:
+        return block("print(context)")
+    known = labels_of(task)
+    shown = [line for line in node.turns[-1].text.split("\n") if line in known]
+    return block(f"FINAL({[known[line] for line in shown]})")
+
+
+# The oracle's child, for pieces of any length.
 LABEL = f"""\
 openers = {OPENERS}
 FINAL([label for line in context.split("\\n") for label, starts in openers.items()
-       if line.partition("Instance: ")[2].startswith(starts)])"""
+       if line.startswith(starts)])"""
 
 
 def oracle(task, node):
-    if node.depth:
-        return block(LABEL)
-    label = re.search(r"label '([^']+)'", task.query)
-    if label:
-        return block(f"{SPLIT}FINAL(labels.count('{label[1]}'))")
-    return block(f"{SPLIT}FINAL(max(set(labels), key=labels.count))")
+    size = "-(-len(texts) // 24)"
+    return block(LABEL if node.depth else root_code(task.query, size))
