@@ -234,7 +234,7 @@ class Decoder(Adaptable):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        self.recompute = False  # activation checkpointing by layer
+        self.recompute_above = math.inf  # tokens; activation checkpointing by layer
         self.model = nn.ModuleDict({
             "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(
@@ -261,8 +261,9 @@ class Decoder(Adaptable):
         x = self.model["embed_tokens"](ids_BT)  # B T D
         turning = int(self.config.head_dim * (self.config.partial_rotary_factor or 1))
         rope = rotation(positions_BT, turning, self.config.rope_theta, x.dtype)
+        recompute = ids_BT.numel() > self.recompute_above
         for block in self.model["layers"]:
-            x = again(block, x, rope, rows) if self.recompute else block(x, rope, rows)
+            x = again(block, x, rope, rows) if recompute else block(x, rope, rows)
         return self.model["norm"](x)  # B T D
 
     def forward(self, ids_BT: Tensor) -> Tensor:

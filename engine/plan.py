@@ -4,6 +4,7 @@ Sums what is held at the same time in an update, the fullest moment of a step. W
 leaves of the device is for the rest: the process, workspaces of libraries, the sampler's
 buffers, masks, fragmentation.
 """
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.7}  # how much a run takes; a CPU has other progr
 GIB = 1 << 30
 LEAST_ROW = 2048  # tokens of a micro-batch
 LEAST_WORK = 1 << 21  # its tokens times the hidden size on a GPU
+SHORT = 4096  # tokens of a pass that keeps activations where longer ones do not
 LEAST_WINDOW = 4096  # a window is not made shorter than this
 WINDOW_STEP = 1024  # a window that is made shorter is a multiple of this
 
@@ -55,7 +57,7 @@ class Plan:
     rank: int
     dtype: torch.dtype
     have: int  # bytes of the device
-    recompute: bool = False  # activation checkpointing by layer
+    recompute_above: float = math.inf  # tokens of a pass with activation checkpointing
     apart: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
     most_windows: int = MOST_WINDOWS  # that the trees of a step or an evaluation can fill
@@ -66,6 +68,19 @@ class Plan:
         """Tokens in a forward pass of the update: a window, or what keeps a device busy."""
         work = LEAST_WORK // self.config.hidden_size if self.device == "cuda" else 0
         return max(self.window, LEAST_ROW, work)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether layers of the longest row are computed again in the backward pass."""
+        return self.row > self.recompute_above
+
+    @property
+    def pack(self) -> "Plan":
+        """The plan of a micro-batch: the same, or that of so few tokens that none of its
+        layers is computed again. A longer row is then a micro-batch of its own."""
+        if not self.recompute or not self.recompute_above:
+            return self
+        return replace(self, window=self.recompute_above, recompute_above=math.inf)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -139,7 +154,8 @@ class Plan:
         head = 2 * logits + 3 * self.row * hidden * size
         # The head's gradient is the first, and is float32.
         whole = 0 if self.rank else 4 * self.config.vocab_size * hidden
-        return self.row * kept + max(head, self.row * running) + whole
+        most = self.row * kept + max(head, self.row * running) + whole
+        return most if self.pack == self else max(most, self.pack.activations())
 
     @property
     def window_bytes(self) -> int:
@@ -185,11 +201,12 @@ class Plan:
 
     def fitted(self, ranks: int = 1) -> "Plan":
         """The longest window that fits, with the first of these changes that it needs:
-        none; layers are computed again in the backward pass; with adapters on one rank, the
-        sampler also has no copy of the frozen weights. If none fits, the last try."""
-        changes = [{}, {"recompute": True}]
+        none; layers are computed again in the backward pass, of long rows or of all; with
+        adapters on one rank, the sampler also has no copy of the frozen weights. If none
+        fits, the last try."""
+        changes = [{}, {"recompute_above": SHORT}, {"recompute_above": 0}]
         if self.rank and ranks == 1:
-            changes.append({"recompute": True, "apart": True})
+            changes.append({"recompute_above": 0, "apart": True})
         longest = (self.window - 1) // WINDOW_STEP * WINDOW_STEP
         windows = [self.window, *range(longest, LEAST_WINDOW - 1, -WINDOW_STEP)]
         tries = [replace(self, window=window, **change)

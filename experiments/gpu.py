@@ -18,7 +18,7 @@ import torch
 
 from engine import parallel
 from engine.device import DEVICE
-from engine.plan import GIB, Plan, Sizes
+from engine.plan import GIB, SHORT, Plan, Sizes
 from experiments.bench import clock, our_losses, row_of, step
 from model import Decoder, DecoderConfig
 from sampler import Sampler
@@ -91,15 +91,16 @@ def sampling(model: Decoder) -> None:
         show(f"{batch} x {length}: decoded tokens/s, GB/s", batch * rate, read * rate)
 
 
-def update(model: Decoder, rank: int = 0) -> None:
-    rows = [row_of(prompt(model, 8192, seed), 0) for seed in range(4)]
+def update(model: Decoder, rank: int = 0, above: int = 0) -> None:
+    """Of four rows of 8,192 tokens, or of so many that no layer is computed again."""
+    rows = [row_of(prompt(model, above or 8192, seed), 0) for seed in range(4)]
     c, length, sizes = model.config, len(rows[0].ids), Sizes.of(model)
     if rank:
         model.requires_grad_(True).add_lora(rank, 32.0)
     else:
         model.float().requires_grad_(True)
         parallel.shard(model, torch.bfloat16)
-    model.recompute = True
+    model.recompute_above = above
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def one_step() -> None:
@@ -110,7 +111,7 @@ def update(model: Decoder, rank: int = 0) -> None:
         torch.cuda.reset_peak_memory_stats()  # a random model is made in float32
     one_step()  # it may compile
     seconds = min(clock(one_step) for _ in range(3))
-    plan = Plan(c, sizes, length, rank, torch.bfloat16, 0, recompute=True)
+    plan = Plan(c, sizes, length, rank, torch.bfloat16, 0, recompute_above=above)
     layers, head = sizes.model - sizes.table, c.vocab_size * c.hidden_size
     attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
     rate = len(rows) * length / seconds
@@ -123,7 +124,8 @@ def update(model: Decoder, rank: int = 0) -> None:
 
 
 PARTS = {"agreement": agreement, "sampling": sampling, "update of all weights": update,
-         "update of adapters": partial(update, rank=16)}
+         "update of adapters": partial(update, rank=16),
+         "update of adapters, short rows": partial(update, rank=16, above=SHORT)}
 
 
 def run(part: str, path: str) -> None:

@@ -124,7 +124,8 @@ def model_of(rank, hybrid):
 
 def update(recompute=False, rank=0, hybrid=False, empty=False):
     model = model_of(rank, hybrid)
-    model.recompute = recompute
+    if recompute:
+        model.recompute_above = 0
     ids = [[7] * 40 + [i] * 20 for i in range(3)] + [[9] * 33]  # three share a prefix
     ids = [] if empty else ids
     host.ids, host.sampled = sum(ids, []) or [0], 10 * len(ids)

@@ -63,7 +63,7 @@ def distance(a, b):
 
 def test_recomputing_layers_changes_no_gradient():
     plain, again = build(), build()
-    again.recompute = True
+    again.recompute_above = 0
     ids, calls = some_ids(plain), []
     again.model["layers"][1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model in (plain, again):

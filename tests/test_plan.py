@@ -1,4 +1,5 @@
 """The memory plan: its sums by hand, and against the model itself."""
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from engine.attention import PackedRows
 from engine.hf import FAMILIES
 from engine.packing import micro_batches
 from engine.parallel import World
-from engine.plan import GIB, Plan, Sizes
+from engine.plan import GIB, SHORT, Plan, Sizes
 from grpo import Row
 from model import Decoder, DecoderConfig
 from training import setup
@@ -43,7 +44,7 @@ def of_family(family, **changes):
 
 def of(config=QWEN3_4B, **changes):
     fields = {"config": config, "sizes": Sizes.of(Decoder.on_meta(config)),
-              "window": 8192, "rank": 0, "dtype": torch.bfloat16, "recompute": True,
+              "window": 8192, "rank": 0, "dtype": torch.bfloat16, "recompute_above": 0,
               "have": 141 * GB}
     return Plan(**fields | changes)
 
@@ -56,10 +57,10 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
     head = 2 * 1.074 + 3 * T * 2560 * 2  # two chunks of float32 logits, and states
     gradient = 151_936e-9 * 2560 * 4  # of the head
     mlp = 3 * T * 9728 * 2
-    for recompute, activations in (
-            (False, layers * layer + head + gradient),
-            (True, layers * T * 2560 * 2 + max(head, layer + mlp) + gradient)):
-        need = of(device="cuda", recompute=recompute, have=79 * GIB).need()
+    for above, activations in (
+            (math.inf, layers * layer + head + gradient),
+            (0, layers * T * 2560 * 2 + max(head, layer + mlp) + gradient)):
+        need = of(device="cuda", recompute_above=above, have=79 * GIB).need()
         by_hand = {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P,
                    "gathered": gathered, "sampler copy": 2 * P, "activations": activations,
                    "KV cache": 4 * T * 147_456}
@@ -123,7 +124,8 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
     The rows are 512 tokens, or share so many that they count as that."""
     monkeypatch.setattr(plan, "LEAST_ROW", 512)
     two = of_family(family, num_hidden_layers=2)
-    cost = of(two, rank=rank, dtype=dtype, recompute=False).seen_cost * (shared > 0)
+    keeps = {"rank": rank, "dtype": dtype, "recompute_above": math.inf}
+    cost = of(two, **keeps).seen_cost * (shared > 0)
     number = int((512 - shared) / (16 + cost * (shared + 16)))
     rows = [[0] * shared + [1 + i] * 16 for i in range(number)]
     saved, planned = [], []
@@ -131,8 +133,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
         config = of_family(family, num_hidden_layers=layers)
         saved.append(saved_by_autograd(config, dtype, rank, rows, monkeypatch))
         without_head = replace(config, vocab_size=1)
-        planned.append(of(without_head, rank=rank, dtype=dtype, window=512,
-                          recompute=False).activations())
+        planned.append(of(without_head, window=512, **keeps).activations())
     assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], rel=0.08)
 
 
@@ -148,6 +149,19 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
         computed, seen = 4000 + 160 * len(pack), 4160 * len(pack)
         token = 36 * 5120 + 129_192  # that is computed
         assert computed * token + seen * 32 * 1024 <= plan.row * token
+
+
+def test_only_rows_longer_than_a_short_pack_are_computed_again():
+    plan = of(window=32_768, rank=16, device="cuda", recompute_above=SHORT)
+    rows = [Row([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
+    short = plan.pack
+    packs = micro_batches(rows, short.row, short.attention_cost, short.seen_cost)
+    sizes = [sum(len(row.ids) for row in pack) for pack in packs]
+    assert max(sizes) == 6000 and sorted(sizes)[-2] <= SHORT < 8192 < sum(sizes)
+    # Each of the two kinds fits into what is planned.
+    kept, again = (replace(plan, **change).activations() for change in (
+        {"window": SHORT, "recompute_above": math.inf}, {"recompute_above": 0}))
+    assert kept > again and plan.activations() == kept
 
 
 def test_ranks_share_what_is_trained_and_each_has_a_sampler():
@@ -174,31 +188,33 @@ def test_a_card_runs_more_requests_at_once_than_windows_are_planned(monkeypatch)
 
 
 @pytest.mark.parametrize("config, most", [(QWEN3_4B, 200 * GB), (SMALL, GB // 2)])
-@pytest.mark.parametrize("rank, ranks, changes", [(16, 1, 3), (16, 4, 2), (0, 1, 2)])
+@pytest.mark.parametrize("rank, ranks, changes", [(16, 1, 4), (16, 4, 3), (0, 1, 3)])
 def test_the_longest_window_that_fits_with_the_least_change(
         rank, ranks, changes, config, most):
     """Recomputing costs less than no copy, and several ranks each need a copy. The wanted
     window is no multiple of a step."""
+    every = [(math.inf, False), (SHORT, False), (0, False), (0, True)]
+
     def fitting(window):
-        plans = [replace(wanted, window=window, recompute=again, apart=apart)
-                 for again, apart in [(False, False), (True, False), (True, True)]]
+        plans = [replace(wanted, window=window, recompute_above=above, apart=apart)
+                 for above, apart in every]
         return [plan for plan in plans[:changes] if plan.fits(ranks)]
 
-    wants = of(config, window=30_000, rank=rank, recompute=False, device="cuda")
+    wants = of(config, window=30_000, rank=rank, recompute_above=math.inf, device="cuda")
     seen = set()
     for part in range(1, 400):
         wanted = replace(wants, have=part * most // 400)
         plan = wanted.fitted(ranks)
         assert fitting(plan.window)[:1] == [plan] * plan.fits(ranks)
-        assert plan.fits(ranks) or (plan.window, plan.apart) == (4096, changes == 3)
+        assert plan.fits(ranks) or (plan.window, plan.apart) == (4096, changes == 4)
         assert plan.window == 30_000 or not fitting(min(plan.window + 1024, 30_000))
-        seen.add((plan.window < 30_000, plan.recompute, plan.apart))
-    assert (True, True, changes == 3) in seen  # (shorter, recompute, apart)
+        seen.add((plan.window < 30_000, plan.recompute_above, plan.apart))
+    assert (True, 0, changes == 4) in seen  # (shorter, recompute_above, apart)
 
 
 def test_windows_of_qwen3_4b_on_a_card_of_80_gb():
-    for window, count, copy in ((65_536, 4, False), (45_056, 6, True)):
-        plan = of(window=window, rank=16, recompute=False, device="cuda",
+    for window, count, copy in ((65_536, 4, False), (45_056, 5, True)):
+        plan = of(window=window, rank=16, recompute_above=math.inf, device="cuda",
                   have=79 * GIB)
         one = {line[:16].strip(): line[16:32].strip() for line in plan.table().splitlines()}
         assert (one["window"], one["cached windows"]) == (f"{window:,}", str(count))

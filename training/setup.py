@@ -162,7 +162,7 @@ def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
     gc.collect()  # weights that were in use before are in reference cycles
     stored = plan.dtype if adapters else torch.float32
     model = Decoder.from_pretrained(start.weights, stored, DEVICE, with_adapters)
-    model.recompute = plan.recompute
+    model.recompute_above = plan.recompute_above
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # Fused: the other kinds hold temporary copies of all weights.
     optimizer = AdamW(
