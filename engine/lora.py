@@ -27,10 +27,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)  # B T outputs
-        if not self.scale:
-            return y
-        low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
-        return y + F.linear(low, self.lora_B.to(x.dtype))  # B T outputs
+        if self.scale:
+            low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
+            y.flatten(0, -2).addmm_(low.flatten(0, -2), self.lora_B.to(x.dtype).T)
+        return y
 
 
 class Adaptable(nn.Module):
