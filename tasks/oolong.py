@@ -148,7 +148,7 @@ FINAL("more common than" if first > second else
       "less common than" if first < second else "same frequency as")"""
 USERS = """\
 users = [line[1] for line, label in zip(lines, labels) if label == {!r}]
-FINAL(max(set(users), key=users.count))"""
+FINAL(max(users, key=users.count, default=""))"""
 
 
 def root_code(query: str, size: int | str, some: str = "") -> str:

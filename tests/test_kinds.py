@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -117,6 +118,10 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
         ([FIRST, SECOND], [ONE, TWO], 1.0), ([FIRST, SECOND], ONE, 2 / 3),
         (f"x {FIRST} x", [ONE, TWO], 2 / 3), (FIRST, None, 0.0), ("none", [ONE], None),
         (None, [ONE], None)]),
+    "oolong": ("Date: x || User: 1 || Instance: a?\nDate: x || User: 2 || Instance: b?",
+               {"labels": ["entity", "location"]}, [
+        ("a?\nb?", ["entity", "entity"], 0.5), ("b?", ["location"], 1.0), ("b?", [], 0.0),
+        ("b?", "location", 0.0), ("other", ["entity"], None)]),
     "notes": ({"n": "cloud otter"}, {}, [
         ("cloud otter", "animals", 1.0), ("cloud otter", "foods", 0.0), ("x", "", None)]),
 }
@@ -188,6 +193,44 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
     alone = script_policy(tasks_, None, 0, alone=True)
     trees = asyncio.run(collect(jobs(tasks_), alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24
+
+
+LINES = """\
+11111 location: Where is Rome?
+22222 human being: Who was Ann?
+11111 human being: Who was Tom?
+22222 location: Where is Oslo?
+22222 numeric value: How far is it?
+22222 human being: Who was Eva?"""
+FORMS = {  # a question of OOLONG: its gold
+    "how many data points should be classified as label 'human being'?": ("NUMERIC", "3"),
+    "only consider the data points of the user IDs 11111, 33333. Among these, how many "
+    "data points should be classified as label 'location'?": ("NUMERIC", "1"),
+    "is label 'location' more common, less common, or the same frequency as label 'human "
+    "being'?": ("COMPARISON", "less common than"),
+    "which user has the most instances with the label 'human being'?": ("USER", "22222"),
+    "which of the labels is the most common?": ("LABEL", "human being"),
+}
+
+
+def test_the_scripts_of_oolong_answer_each_form_of_question(monkeypatch):
+    lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
+    text = "\n".join(f"Date: x || User: {m[1]} || Instance: {m[3]}" for m in lines)
+    asked = []
+    for query, (kind, value) in FORMS.items():
+        gold = {"type": kind, "value": value, "labels": [m[2] for m in lines]}
+        asked += [Task(query, "oolong", query, f"Lines:\n{text}", gold)] * 6
+
+    def rewards():
+        policy = script_policy(asked, None, 0, alone=False)
+        trees = asyncio.run(collect(jobs(asked), policy, None, RLMConfig(max_turns=3)))
+        assert not any(node.errors for tree in trees for node in tree.root.walk())
+        return [tree.reward for tree in trees]
+
+    assert 6 < rewards().count(1.0) < 29  # good and bad ones are mixed
+    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", {"all": (1.0, "")})
+    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", {"read": (1.0, "")})
+    assert rewards() == [1.0] * 30
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():
