@@ -144,10 +144,10 @@ def measure(args: argparse.Namespace) -> None:
     """Put every question to every method, and print the scores."""
     tokenizer = None
     config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
-    own = config.task
-    if args.data and not hasattr(tasks.load(own), "read"):
-        own = ""  # what it was trained on reads no files: the rows decide
-    loaded = [tasks.load(spec, args.data) for spec in args.tasks or [own]]
+    specs = args.tasks or [config.task]
+    if args.data and not args.tasks and not hasattr(tasks.load(config.task), "read"):
+        specs = [""]  # what it was trained on reads no files: the rows decide
+    loaded = [tasks.load(spec, args.data) for spec in specs]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     for name in kinds:
         for function in filter(None, (args.policy, not args.reward and "score")):

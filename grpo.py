@@ -17,8 +17,8 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
 
     c        a constant (Dr. GRPO), where the blog's formula has 1/|y| (GRPO)
     rho_t    pi / pi_old; pi_old is the trainer before the update, so rho is 1 at first
-    w_t      pi_old / pi_drawn, at most 2: an importance weight. Trainer and sampler round
-             differently, and tokens may be drawn at another temperature
+    w_t      pi_old / pi_sampler, at most 2: an importance weight, as trainer and sampler
+             round differently
     KL_t     rho_t k3_t, which estimates KL(pi || pi_ref); GRPO started from pi_ref. With
              rho_t its gradient is that of the KL, too (DeepSeek-V3.2, 2512.02556)
 
@@ -121,7 +121,6 @@ class Row:
     advantages: list[float]  # (N)
     weight: float  # what each sampled token weighs in the loss
     depth: int = 0  # how deep the node is; a root has 0
-    drawn: list[float] = ()  # (N), as they were drawn, where `logprobs` does not say that
 
 
 def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
@@ -144,9 +143,8 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]
             per_token = [a for a, turn in zip(given.advantages, turns) for _ in turn.ids]
-            drawn = [p for turn in turns for p in turn.drawn]
             rows.append(Row(node.ids, node.mask, node.logprobs, per_token,
-                            given.weight / divisor, node.depth, drawn))
+                            given.weight / divisor, node.depth))
     return rows
 
 
@@ -185,8 +183,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict, config: GRP
         reference_kl_N = distance_N.exp() - distance_N - 1  # k3_t (Schulman, 2020)
         loss_N = loss_N + config.kl * ratio_N * reference_kl_N
 
-    drawn_N = pack.get("drawn", pack["sampler"])
-    trust_N = (old_N - drawn_N).exp().clamp(max=TRUST_MAX)  # w_t
+    trust_N = (old_N - pack["sampler"]).exp().clamp(max=TRUST_MAX)  # w_t
     total = (pack["weights"] * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
 
     beyond_N = ratio_N - ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
@@ -233,8 +230,8 @@ def centred(values: list[float]) -> list[float]:
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own, gspo, "
-                "cispo (baselines/objectives.py); or path/to/file.py[:function]")
+        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
+                "(baselines/objectives.py); or path/to/file.py[:function]")
     credit: str = flag(
         "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
         choices=("inherit", "root", "children"))

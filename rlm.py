@@ -43,7 +43,7 @@ from tasks.in_repl import source
 from tasks.text import about, as_text
 from tree import (ENDS, Completion, Lost, Node, Refused, Rollout, Sampling, Turn, Unscored,
                   printable)
-from util import read_json, read_texts, write_json
+from util import read_json, write_json
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 SHOWN = 2000  # characters that a person is shown of what a node reads
@@ -167,8 +167,7 @@ class _Tree:
         text = completion.text
         if node.kind == "rlm" and not completion.ids:  # a server samples on
             text, _ = parse(text)
-        node.add(Turn("assistant", text, completion.ids, completion.logprobs,
-                      completion.drawn))
+        node.add(Turn("assistant", text, completion.ids, completion.logprobs))
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
         """Execute the block of the last message. Returns what the model sees next: what was
@@ -516,7 +515,9 @@ def main() -> None:
             rng = random.Random(f"demo {args.seed}")
             question = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
-            context = read_texts(args.files) if args.files else sys.stdin.read()
+            texts = {name: Path(name).read_text("utf-8", "replace") for name in args.files}
+            context = texts if len(texts) > 1 else "".join(texts.values())
+            context = context if texts else sys.stdin.read()
             question = Task("question", "", args.question, context)
         root = ask(args, question)
     except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:

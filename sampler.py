@@ -70,7 +70,6 @@ class Request:
     state: int = 0  # of a hybrid: which of the recurrent states is its own
     marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
     logprobs: list[float] = field(default_factory=list)
-    drawn: list[float] = field(default_factory=list)  # the same with its sampling
 
 
 class Sampler:
@@ -149,8 +148,7 @@ class Sampler:
         elif is_over(request.ids):
             end = "block"
         usage = {"prompt": len(ids), "sampled": len(new)}
-        drawn = () if sampling == Sampling() else tuple(request.drawn)
-        return Completion("", tuple(new), tuple(request.logprobs), end, usage, drawn)
+        return Completion("", tuple(new), tuple(request.logprobs), end, usage)
 
     # --- the engine: everything below runs in one task ------------------------------------
 
@@ -272,10 +270,9 @@ class Sampler:
 
     def _retire(self, requests: list[Request], sampled: np.ndarray) -> None:
         """Append the tokens; a request leaves with its last one."""
-        for request, token, logprob, drawn in zip(requests, *sampled):
+        for request, token, logprob in zip(requests, *sampled):
             request.ids.append(int(token))
             request.logprobs.append(float(logprob))
-            request.drawn.append(float(drawn))
             self.stats["sampled"] += 1
             full = len(request.logprobs) == request.max_tokens
             ended = request.ids[-1] in request.stop or request.is_over(request.ids)
@@ -294,7 +291,7 @@ class Sampler:
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
-    """Tokens, and their log-probabilities at temperature 1 and as drawn: (3, B) float64."""
+    """Tokens, and their log-probabilities at temperature 1: (2, B) float64."""
     numbers = torch.tensor(
         [(r.uniforms[len(r.logprobs)], r.sampling.temperature, r.sampling.top_p)
          for r in requests], dtype=torch.float64)
@@ -308,9 +305,9 @@ def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:
     if any(r.sampling.top_p < 1 for r in requests):
         drawn_BV = most_likely(drawn_BV, top_p_B)
     new_B1 = draw(drawn_BV.exp(), u_B)[:, None]
-    found = new_B1, logprobs_BV.gather(1, new_B1), drawn_BV.gather(1, new_B1)
+    logprob_B1 = logprobs_BV.gather(1, new_B1)
     # The one copy to the host in a step.
-    return torch.cat([each_B1.double() for each_B1 in found], 1).T.cpu().numpy()
+    return torch.cat([new_B1.double(), logprob_B1.double()], 1).T.cpu().numpy()
 
 
 def most_likely(logprobs_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:

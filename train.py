@@ -17,7 +17,7 @@ its share of a step's trees. The nodes of all trees are then divided among the r
 update.
 
 Left out: asynchronous sampling, a learning rate found by search, more than one task in a
-run. Tried (docs/results.md): older policies in each group, groups without signal drawn
+run. Tried (commit 74f9631): older policies in each group, groups without signal drawn
 again, float16 with a scaled loss; none was better.
 """
 import math
@@ -57,7 +57,7 @@ from training.scores import evaluate
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
 from training.setup import (Setup, grown, load, make_sampler, prepare, reference_of,
                             scripted_trees)
-from tree import Node, Rollout, Sampling
+from tree import Node, Rollout
 from util import parse
 
 
@@ -122,8 +122,8 @@ def train(config: Config, world: World) -> None:
 
 
 def objective_of(config: Config) -> tuple[Callable, Callable]:
-    """grpo.credit, one of baselines/objectives.py, or the function of a file; and the loss
-    that goes with it. Raises ValueError for an unknown name, and for a switch that such a
+    """grpo.credit, one of baselines/objectives.py, or the function of a file; and the loss,
+    which a file may bring, too. Raises ValueError for an unknown name, and for a switch that such a
     name does not read."""
     objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
@@ -138,7 +138,6 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
                              f"{', '.join(objectives.READS)} or path/to/file.py")
         objectives.check_switches(config)
         objective = getattr(objectives, config.objective)
-        loss = getattr(objectives, f"{config.objective}_loss", loss)
     return objective, loss
 
 
@@ -237,8 +236,7 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
         asked = questions.batch(state.step, config.questions)
-        rollouts = sample(asked, (config.seed, state.step), "trees", config.group,
-                          Sampling(config.temperature, config.top_p))
+        rollouts = sample(asked, (config.seed, state.step), "trees", config.group)
         clock.sampled()
         credit = setup.objective(rollouts, config)
         batches = [grpo.make_rows(trees, credit, config)
@@ -290,10 +288,10 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
 
 def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,
                   asked: list[tasks.Task], key: tuple, label: str,
-                  group: int = 1, sampling: Sampling = Sampling()) -> list[Rollout]:
+                  group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
-    policy = rlm.local_policy(sampler, run.tokenizer, sampling)
+    policy = rlm.local_policy(sampler, run.tokenizer)
     return grown(rlm.jobs(asked, key, group), run.world, lambda jobs: rlm.collect(
         jobs, policy, run.tokenizer, run.rlm_config, label=label, score=score))
 

@@ -58,7 +58,6 @@ class Completion:
     logprobs: tuple[float, ...] = ()  # one per id, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
-    drawn: tuple[float, ...] = ()  # the same as they were drawn; () with Sampling()
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class Turn:
     ids: tuple[int, ...] = ()
     # Those of `ids`. None for a turn that nobody sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
-    drawn: tuple[float, ...] = ()  # see Completion
 
     @property
     def sampled(self) -> bool:
@@ -204,8 +202,7 @@ def _node(row: dict) -> Node:
     turns = []
     for turn in row["turns"]:
         logprobs = None if turn["logprobs"] is None else tuple(turn["logprobs"])
-        drawn = tuple(turn.get("drawn", ()))
-        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs, drawn))
+        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
     children = [_node(child) for child in row["children"]]
     return Node(**row | {"path": tuple(row["path"]), "turns": turns, "children": children})
 

@@ -77,12 +77,6 @@ def program(name: str) -> str:
     return os.path.relpath(Path(__file__).with_name(name))
 
 
-def read_texts(paths: list[str]) -> str | dict[str, str]:
-    """One file: its text. Several files: {path: text}. Raises OSError."""
-    texts = {path: Path(path).read_text("utf-8", "replace") for path in paths}
-    return texts if len(texts) > 1 else texts[paths[0]]
-
-
 # --- command lines ------------------------------------------------------------------------
 # A dataclass can be one: a field that `flag` made is the flag --name. A class is a group of
 # flags. Classes are combined by inheritance, so a program has one flat configuration.

@@ -2,15 +2,11 @@
 
 An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
-grpo.py's, or that called NAME_loss. Left out: scores of turns (a critic, a process reward
-model).
+grpo.py's. Left out: scores of turns (a critic, a process reward model).
 """
 from collections import Counter
 from dataclasses import replace
 from statistics import fmean
-
-import torch
-from torch import Tensor
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
                   relative, scored_groups)
@@ -25,14 +21,10 @@ READS = {
     "filter": "credit children length updates kl",
     "dpo": "credit children",
     "own": "credit children length std updates kl",
-    "gspo": "credit children length std updates kl",
-    "cispo": "credit children length std updates kl",
 }
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
-GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4  # its paper's clip: means of many ratios differ little
-CISPO_MOST = 5.0  # the largest ratio in `cispo` (ScaleRL, 2510.13786, has 4 to 8)
 
 
 def check_switches(config: GRPOConfig) -> None:
@@ -158,26 +150,3 @@ def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
             turns = len(result[node].advantages)
             result[node] = replace(result[node], advantages=[advantage] * turns)
     return result
-
-
-gspo = cispo = credit  # GRPO's, with other losses
-
-
-def gspo_loss(logprobs_N: Tensor, log_ratio_N: Tensor, pack: dict,
-              config: GRPOConfig) -> Tensor:
-    """GSPO (2507.18071), as its GSPO-token: each token of a node has the same ratio, the
-    geometric mean of all. So a node is clipped whole. The paper has --length sequence."""
-    rows = log_ratio_N.detach().split(pack["sampled"])
-    mean_N = torch.cat([row.mean().expand_as(row) for row in rows] or [log_ratio_N])
-    # The value is the mean's, the gradient that of the token.
-    ratio_N = (mean_N + logprobs_N - logprobs_N.detach()).exp()
-    clipped_N = ratio_N.clamp(1 - GSPO_LOW, 1 + GSPO_HIGH)
-    return -torch.minimum(ratio_N * pack["advantages"], clipped_N * pack["advantages"])
-
-
-def cispo_loss(logprobs_N: Tensor, log_ratio_N: Tensor, pack: dict,
-               config: GRPOConfig) -> Tensor:
-    """CISPO (MiniMax-M1, 2506.13585): the ratio is a bounded weight without a gradient, so
-    no token is left out. The paper has --length batch."""
-    ratio_N = log_ratio_N.detach().exp().clamp(max=CISPO_MOST)
-    return -ratio_N * pack["advantages"] * logprobs_N

@@ -115,7 +115,7 @@ def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
 
     ids = [i for row in rows for i in row.ids]
     mask = [m for row in rows for m in row.mask]
-    pack = {
+    return {
         "ids": torch.tensor([ids or [0]], device=device),  # (1, T)
         "mask": torch.tensor([mask or [0]], device=device),  # (1, T)
         "lengths": [len(row.ids) for row in rows] or [1],  # (rows)
@@ -126,6 +126,3 @@ def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
         "advantages": flat(lambda row: row.advantages),
         "weights": flat(lambda row: [row.weight] * sum(row.mask)),
     }
-    if any(row.drawn for row in rows):
-        pack["drawn"] = flat(lambda row: row.drawn)  # (N)
-    return pack

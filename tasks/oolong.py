@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from operator import eq
 
-from tasks.in_repl import TOOLS, block
+from tasks.in_repl import block, search
 from tasks.text import ADJECTIVES, NOUNS, as_line, field, pick
 
 STRATEGY = """\
@@ -19,6 +19,7 @@ Every line has to be labelled by what it means, which code cannot do, and then c
 which code does best. Give pieces that a child can read to children with \
 rlm_query_batched(question, pieces); they return one label a line, in order. Check that as \
 many came back, then filter and count in code. Return the answer alone, as asked for."""
+TOOLS = (search,)
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 TOKENS = 8_000
 

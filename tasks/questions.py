@@ -134,8 +134,8 @@ def read(path: str, kind: ModuleType) -> list[Task]:
 
 
 def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:
-    """(training, held out): shuffled with seed 42, `wanted` are held out, or a fifth, at
-    most 128.
+    """(training, held out): shuffled with seed 42, `wanted` are held out, at most half, or
+    a fifth, at most 128.
     Questions that share a text, directly or through others, are on one side, if all of them
     do not hang together so. Raises ValueError for a single question."""
     shuffled = random.Random(42).sample(questions, len(questions))
@@ -147,7 +147,7 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
         print("all questions hang together by texts that they share: what is held out are "
               "other questions about the same texts")
         groups = [{i} for i in range(len(questions))]
-    wanted = wanted or min(128, max(1, len(questions) // 5))
+    wanted = min(wanted or 128, max(1, len(questions) // (2 if wanted else 5)))
     held: set[int] = set()
     for group in groups:
         if len(held) + len(group) <= wanted:

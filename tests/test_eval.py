@@ -1,5 +1,7 @@
 """Statistics, and the command line."""
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,16 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     assert message is None and text.splitlines()[1].endswith("  own score 1.000")
     trees = read_rollouts(tmp_path / "trees.jsonl", Task)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
+
+
+def test_a_task_that_has_moved_is_asked_at_its_new_place(command, short_run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(short_run / "final", model)
+    saved = json.loads((model / "rlm.json").read_text())
+    (model / "rlm.json").write_text(json.dumps(saved | {"task": "/gone/task.py"}))
+    flags = "--model", model, "--data", DATA, "--n", 1
+    assert "/gone/task.py" in command(*flags)[0]
+    assert command(*flags, "--tasks", "evidence")[0] is None
 
 
 def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):

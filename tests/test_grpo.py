@@ -8,11 +8,10 @@ import pytest
 import torch
 from test_sampler import HYBRID
 
-from baselines import objectives
 from engine.attention import PackedRows, gather
 from engine.packing import collate, micro_batches
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
-                  clipped_loss, credit, dealt, make_rows, node_weights, policy_loss)
+                  credit, dealt, make_rows, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import Stats
 from tree import Node, Rollout, Turn
@@ -181,12 +180,7 @@ def test_what_is_watched_of_a_batch_by_hand():
     (dict(length="sequence"), dict(loss_type="grpo")),
     (dict(length="constant"), dict(loss_type="dr_grpo")),
     (dict(length="batch", children="sum"), dict(loss_type="dapo")),
-    (dict(length="sequence", kl=0.3), dict(loss_type="grpo", beta=0.3)),
-    (dict(length="sequence", objective="gspo"), dict(
-        loss_type="grpo", importance_sampling_level="sequence",
-        epsilon_low=objectives.GSPO_LOW, epsilon_high=objectives.GSPO_HIGH)),
-    (dict(length="batch", children="sum", objective="cispo"), dict(
-        loss_type="cispo", epsilon_high=objectives.CISPO_MOST))])
+    (dict(length="sequence", kl=0.3), dict(loss_type="grpo", beta=0.3))])
 def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs):
     """Its GRPOTrainer masks what tools say, as we mask observations. Half of the ratios are
     beyond the clip."""
@@ -205,8 +199,7 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs):
 
     old_N, reference_N, new_N = (x[tool_BT.bool()] for x in (old_BT, reference_BT, new_BT))
     pack |= {"old": old_N, "sampler": old_N, "reference": reference_N}
-    loss = getattr(objectives, f"{config.objective}_loss", clipped_loss)
-    policy_loss(new_N, torch.zeros(len(new_N)), pack, config, loss)[0].backward()
+    policy_loss(new_N, torch.zeros(len(new_N)), pack, config)[0].backward()
     ours, new_BT.grad = new_BT.grad, None
 
     settings = dict(

@@ -399,7 +399,7 @@ def test_tokens_come_as_often_as_their_sampling_says(temperature, top_p, kept):
     sampling = Sampling(temperature, top_p)
     requests = [Request([1], 1, sampling, frozenset(), bool, grid[i:], None)
                 for i in range(n)]
-    new, logprobs, drawn = sampler_module.sample(logits.expand(n, -1), requests)
+    new, logprobs = sampler_module.sample(logits.expand(n, -1), requests)
     counts = torch.from_numpy(new).long().bincount(minlength=VOCAB)
     want = (logits[0] / max(temperature, 1e-9)).softmax(-1)
     order = want.argsort(descending=True)
@@ -408,7 +408,6 @@ def test_tokens_come_as_often_as_their_sampling_says(temperature, top_p, kept):
     want /= want.sum()
     assert (counts - n * want).abs().max() < 2 and not counts[[0, 9, VOCAB - 1]].any()
     assert close(logprobs, logits[0].log_softmax(-1)[new].tolist())
-    assert close(drawn, want.log()[new].tolist())
 
 
 @pytest.mark.parametrize("block", [16, 128])

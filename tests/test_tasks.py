@@ -218,6 +218,9 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
     assert [t.id for t in train] != sorted((t.id for t in train), key=int)  # shuffled
     same = [Task(str(i), "oolong", "q", "one text", []) for i in range(9)]
     assert [len(side) for side in split(same)] == [8, 1]  # they all hang together
+    two = [Task(str(i), "oolong", "q", f"text {i % 2}", []) for i in range(10)]
+    for once, wanted in ((two, 0), (split(two)[0], 5), (two, 99)):  # the second is one text
+        assert all(split(once, wanted))
     for few in ([], every[:1]):
         with pytest.raises(ValueError, match="nothing can be held out"):
             split(few)

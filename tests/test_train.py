@@ -201,7 +201,7 @@ def scripted_trees(short_run):
 
 @pytest.mark.parametrize("flags", [
     "--kl 0.1 --updates 2", "--lora-rank 2 --kl 0.1", "--lora-rank 2 --objective dpo",
-    "--objective rao", "--updates 2 --objective gspo"])
+    "--objective rao"])
 def test_an_update_moves_the_weights_and_logs_what_to_watch(
         flags, loop_of, scripted_trees):
     loop = loop_of(*flags.split())
@@ -479,6 +479,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--group", "1"], "group is 1, the least is 2"),
     (["--card", "80"], "--card needs --plan"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
+    (["--task", str(ROOT / "tree.py")], "tree.py has no function score"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def ragged():
     root.add(Turn("user", "a question \ud800 \udfff", (1, 2, 3)))
     root.add(Turn("assistant", "a block", (4, 5), (-0.5, -1.25)))
     root.add(Turn("user", "seen", (6,)))
-    root.add(Turn("assistant", "another", (7,), (-3.0,), (-2.5,)))
+    root.add(Turn("assistant", "another", (7,), (-3.0,)))
 
     first = Node((0,), end="budget")
     first.add(Turn("user", "p", (8, 9)))

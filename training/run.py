@@ -328,7 +328,7 @@ def thinned(rollout: Rollout) -> Rollout:
         for turn in node.turns:
             logprobs = turn.logprobs and tuple(round(p, 4) for p in turn.logprobs)
             ids = turn.ids if turn.sampled else ()
-            turns.append(replace(turn, ids=ids, logprobs=logprobs, drawn=()))
+            turns.append(replace(turn, ids=ids, logprobs=logprobs))
         return replace(node, turns=turns, children=[thin(c) for c in node.children])
 
     task = replace(rollout.task, context=None)

@@ -93,11 +93,6 @@ class UpdateConfig:
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
-    temperature: float = flag(
-        1.0, "at which trees are sampled; what is trained and evaluated is the policy at 1",
-        POSITIVE)
-    top_p: float = flag(
-        1.0, "trees are sampled from the most likely tokens that reach this together")
     lr: float = flag(
         float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
         common=True, shown=by_checkpoint("lr"))
@@ -141,23 +136,3 @@ def opening(config, rlm_config, plan) -> str:
             f"the defaults of a model {kind}, in {precision} on {plan.device}; "
             f"{rlm_config.style} prompts; trees of at most {rlm_config.max_nodes} nodes, "
             f"{rlm_config.max_turns} turns each")
-
-
-def room(root, rlm_config) -> str:
-    """How much of the window the opened root of the first question takes, and budgets that
-    end nodes or trees before others can be used up. `rlm_config` is an RLMConfig."""
-    used, window = len(root.ids), rlm_config.window
-    if root.end:
-        return f"a window of {window:,} tokens, into which the first prompt does not fit"
-    lines = [f"a window of {window:,} tokens; the first prompt takes {used:,} of them"]
-    if used > window / 3:
-        lines[0] += ", more than a third"
-    node = rlm_config.max_turns * rlm_config.turn_tokens
-    if node > window - used:
-        node = window - used
-        lines.append(f"{rlm_config.max_turns} turns of {rlm_config.turn_tokens:,} tokens "
-                     "do not fit into the rest of it")
-    if rlm_config.tree_tokens < rlm_config.max_nodes * node:
-        lines.append(f"tree_tokens of {rlm_config.tree_tokens:,} end a tree before "
-                     f"{rlm_config.max_nodes} nodes have sampled {node:,} tokens each")
-    return "\n".join(lines)

@@ -76,6 +76,8 @@ def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> S
     config = settings.settle(config, width)
     score = util.load_function(config.reward, "score") if config.reward else tasks.reward
     kind = tasks.load(config.task, config.data)
+    if not config.reward:
+        util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
     run = Run(config, world)
@@ -118,7 +120,8 @@ def announce(setup: Setup, wanted: Plan) -> None:
         print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
     root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
     print(settings.opening(config, setup.rlm_config, plan))
-    print(settings.room(root, setup.rlm_config))
+    used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
+    print(f"a window of {plan.window:,} tokens; the first prompt {used}")
     if config.plan:
         prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
         print(printable("\n".join([questions.described(), *prompt])))
