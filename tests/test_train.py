@@ -479,7 +479,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--group", "1"], "group is 1, the least is 2"),
     (["--card", "80"], "--card needs --plan"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
-    (["--task", str(ROOT / "tree.py")], "tree.py has no function score"),
+    (["--task", str(ROOT / "sandbox/__init__.py")], "has no function score"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
