@@ -172,7 +172,7 @@ def root_code(query: str, size: int | str, some: str = "") -> str:
 # first; a child that reads, or guesses. "read" knows the labels of a training row.
 ROOT_SCRIPTS = {"all": (0.6, ""), "one": (0.4, "[:1]")}
 CHILD_SCRIPTS = {"read": (0.6, ""), "guess": (0.4, "")}
-SIZES = (4, 8, 12)  # lines of a piece
+SIZES = (1, 2, 4)  # lines of a piece
 
 
 def demonstrate(task, node, rng):
