@@ -216,7 +216,7 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     print(f"warm-up: {len(trees)} trees, mean reward {reward:.3f}; {len(fit)} of their "
           f"{len(nodes)} nodes are imitated, the others sampled nothing or do not fit into "
           f"{plan.window:,} tokens; nodes ended with "
-          f"{shares(Counter(node.end for node in nodes))}")
+          f"{shares(dict(Counter(node.end for node in nodes).most_common()))}")
     if not fit:
         raise ValueError("no node of the warm-up fits")
     return fit

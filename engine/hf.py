@@ -107,11 +107,6 @@ def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
     return raw
 
 
-def is_wrapped(path: str) -> bool:
-    """Is the decoder in this directory a part of a larger model?"""
-    return read_json(os.path.join(path, CONFIG)).get("model_type") == WRAPPER
-
-
 def config_json(config, dtype: torch.dtype) -> dict[str, Any]:
     """What config.json holds: model.py's config, and `dtype` of the weights beside it."""
     fields = {name: value for name, value in asdict(config).items() if value is not None}

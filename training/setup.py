@@ -116,8 +116,6 @@ def announce(setup: Setup, wanted: Plan) -> None:
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
         print(wanted.table())
-    if hf.is_wrapped(setup.start.weights):
-        print("of the checkpoint only the decoder is read: no images, no drafts of tokens")
     root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
     print(settings.opening(config, setup.rlm_config, plan))
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
