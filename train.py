@@ -123,8 +123,8 @@ def train(config: Config, world: World) -> None:
 
 def objective_of(config: Config) -> tuple[Callable, Callable]:
     """grpo.credit, one of baselines/objectives.py, or the function of a file; and the loss,
-    which a file may bring, too. Raises ValueError for an unknown name, and for a switch that such a
-    name does not read."""
+    which a file may bring, too. Raises ValueError for an unknown name, and for a switch
+    that such a name does not read."""
     objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
         objective = util.load_function(config.objective, "credit")

@@ -227,8 +227,8 @@ def test_what_the_decoder_does_not_do_is_refused_by_field(saved, field, value):
     ("layer_types", ["linear_attention"] * 2), ("layer_types", None)])
 def test_a_hybrid_that_cannot_be_built_is_refused_by_field(saved, field, value):
     linear = dict.fromkeys(hf.LINEAR, 2)
-    rewrite(saved / "config.json", model_type="qwen3_5_text", num_hidden_layers=2,
-            **linear | {"layer_types": ["linear_attention", "full_attention"], field: value})
+    linear |= {"layer_types": ["linear_attention", "full_attention"], field: value}
+    rewrite(saved / "config.json", model_type="qwen3_5_text", num_hidden_layers=2, **linear)
     with pytest.raises(ValueError, match=f"config.json: .*{field}"):
         Decoder.from_pretrained(saved)
 
