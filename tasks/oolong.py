@@ -153,7 +153,8 @@ FINAL(max(users, key=users.count, default=""))"""
 
 
 def root_code(query: str, size: int | str, some: str = "") -> str:
-    """Code for each form of OOLONG's questions about counts and users."""
+    """Code for questions about counts, and about the user with most of a label. Left out:
+    how often a user occurs, two users compared, dates, other labels than these."""
     named = re.findall(r"label '([^']+)'", query)
     users = re.search(r"user IDs ([0-9, ]+)", query)
     only = "lines = [line for line in lines if line[1][6:] in {!r}]\n"
@@ -176,6 +177,9 @@ SIZES = (1, 2, 4)  # lines of a piece
 
 
 def demonstrate(task, node, rng):
+    if "labels" not in task.answer:
+        raise ValueError("scripts of oolong need the field 'labels' in each row; else give "
+                         "--warmup FILE, or --warmup-steps 0")
     if not node.depth:
         _, some = ROOT_SCRIPTS[pick(ROOT_SCRIPTS, rng)]
         return block(root_code(task.query, rng.choice(SIZES), some))

@@ -121,6 +121,7 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
     "oolong": ("Date: x || User: 1 || Instance: a?\nDate: x || User: 2 || Instance: b?",
                {"labels": ["entity", "location"]}, [
         ("a?\nb?", ["entity", "entity"], 0.5), ("b?", ["location"], 1.0), ("b?", [], 0.0),
+        ("b?", ["location", "entity"], 0.0),
         ("b?", "location", 0.0), ("other", ["entity"], None)]),
     "notes": ({"n": "cloud otter"}, {}, [
         ("cloud otter", "animals", 1.0), ("cloud otter", "foods", 0.0), ("x", "", None)]),
@@ -213,7 +214,13 @@ FORMS = {  # a question of OOLONG: its gold
 }
 
 
-def test_the_scripts_of_oolong_answer_each_form_of_question(monkeypatch):
+def test_scripts_of_oolong_need_the_labels_of_a_row():
+    task = Task("t", "oolong", "q", "Date: x || User: 1 || Instance: a?", {"type": "LABEL"})
+    with pytest.raises(ValueError, match="need the field 'labels'"):
+        oolong.demonstrate(task, None, random.Random(0))
+
+
+def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
     text = "\n".join(f"Date: x || User: {m[1]} || Instance: {m[3]}" for m in lines)
     asked = []
