@@ -515,9 +515,9 @@ def main() -> None:
             rng = random.Random(f"demo {args.seed}")
             question = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
-            texts = {name: Path(name).read_text("utf-8", "replace") for name in args.files}
-            context = texts if len(texts) > 1 else "".join(texts.values())
-            context = context if texts else sys.stdin.read()
+            context = {name: Path(name).read_text("utf-8", "replace") for name in args.files}
+            if len(context) < 2:
+                context = "".join(context.values()) if context else sys.stdin.read()
             question = Task("question", "", args.question, context)
         root = ask(args, question)
     except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:

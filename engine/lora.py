@@ -29,7 +29,8 @@ class Linear(nn.Linear):
         y = super().forward(x)  # B T outputs
         if self.scale:
             low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
-            y.flatten(0, -2).addmm_(low.flatten(0, -2), self.lora_B.to(x.dtype).T)
+            rows = y.view(-1, y.shape[-1])  # a copy would lose the adapter
+            rows.addmm_(low.flatten(0, -2), self.lora_B.to(x.dtype).T)
         return y
 
 

@@ -100,7 +100,7 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
 
 def packs(rows: list, memory, world, device) -> list[dict]:
     """This rank's share of the rows, as micro-batches on the device. `memory` is a Plan."""
-    plan = memory.pack
+    plan = memory.for_packs
     shares = micro_batches(rows, plan.row, plan.attention_cost, plan.seen_cost,
                            world.rank, world.size)
     return [collate(share, device) for share in shares]

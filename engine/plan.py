@@ -75,7 +75,7 @@ class Plan:
         return self.row > self.recompute_above
 
     @property
-    def pack(self) -> "Plan":
+    def for_packs(self) -> "Plan":
         """The plan of a micro-batch: the same, or that of so few tokens that none of its
         layers is computed again. A longer row is then a micro-batch of its own."""
         if not self.recompute or not self.recompute_above:
@@ -155,7 +155,7 @@ class Plan:
         # The head's gradient is the first, and is float32.
         whole = 0 if self.rank else 4 * self.config.vocab_size * hidden
         most = self.row * kept + max(head, self.row * running) + whole
-        return most if self.pack == self else max(most, self.pack.activations())
+        return most if self.for_packs == self else max(most, self.for_packs.activations())
 
     @property
     def window_bytes(self) -> int:

@@ -9,10 +9,9 @@ import re
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
-from operator import eq
 
 from tasks.in_repl import block, search
-from tasks.text import ADJECTIVES, NOUNS, as_line, field, pick
+from tasks.text import ADJECTIVES, NOUNS, as_line, field
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do, and then counted, \
@@ -106,17 +105,6 @@ def labels_of(task) -> dict[str, str]:
     return dict(zip(texts, task.answer.get("labels", ())))
 
 
-def part_score(task, part, answer):
-    """For a child that was given some of the questions: the share of right labels."""
-    known = labels_of(task)
-    if not isinstance(part, str) or not all(line in known for line in part.split("\n")):
-        return None
-    gold = [known[line] for line in part.split("\n")]
-    if not isinstance(answer, list) or len(answer) != len(gold):
-        return 0.0
-    return sum(map(eq, answer, gold)) / len(gold)
-
-
 def read(row):
     """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
     "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth. Scripts for a
@@ -156,7 +144,7 @@ def root_code(query: str, size: int | str, some: str = "") -> str:
     """Code for questions about counts, and about the user with most of a label. Left out:
     how often a user occurs, two users compared, dates, other labels than these."""
     named = re.findall(r"label '([^']+)'", query)
-    users = re.search(r"user IDs ([0-9, ]+)", query)
+    users = re.search(r"(?:user IDs|users with IDs) ([0-9, ]+)", query)
     only = "lines = [line for line in lines if line[1][6:] in {!r}]\n"
     code = SPLIT.format(filter=only.format(users[1]) if users else "", size=size, some=some)
     if len(named) == 2:
@@ -171,8 +159,8 @@ def root_code(query: str, size: int | str, some: str = "") -> str:
 
 # Good and bad scripts with their shares: a root that asks about all pieces, or about the
 # first; a child that reads, or guesses. "read" knows the labels of a training row.
-ROOT_SCRIPTS = {"all": (0.6, ""), "one": (0.4, "[:1]")}
-CHILD_SCRIPTS = {"read": (0.6, ""), "guess": (0.4, "")}
+ROOT_SCRIPTS = {"": 0.6, "[:1]": 0.4}
+CHILD_SCRIPTS = {"read": 0.6, "guess": 0.4}
 SIZES = (1, 2, 4)  # lines of a piece
 
 
@@ -181,9 +169,10 @@ def demonstrate(task, node, rng):
         raise ValueError("scripts of oolong need the field 'labels' in each row; else give "
                          "--warmup FILE, or --warmup-steps 0")
     if not node.depth:
-        _, some = ROOT_SCRIPTS[pick(ROOT_SCRIPTS, rng)]
+        some, = rng.choices([*ROOT_SCRIPTS], ROOT_SCRIPTS.values())
         return block(root_code(task.query, rng.choice(SIZES), some))
-    if pick(CHILD_SCRIPTS, rng) == "guess":
+    name, = rng.choices([*CHILD_SCRIPTS], CHILD_SCRIPTS.values())
+    if name == "guess":
         return block(f"FINAL([{rng.choice(LABELS)!r}] * len(context.split('\\n')))")
     if not node.written:
         return block("print(context)")

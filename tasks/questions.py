@@ -134,8 +134,9 @@ def read(path: str, kind: ModuleType) -> list[Task]:
 
 
 def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:
-    """(training, held out): shuffled with seed 42, `wanted` are held out, at most half, or
-    a fifth, at most 128.
+    """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
+    without `wanted` a fifth, at most 128.
+
     Questions that share a text, directly or through others, are on one side, if all of them
     do not hang together so. Raises ValueError for a single question."""
     shuffled = random.Random(42).sample(questions, len(questions))

@@ -118,11 +118,6 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
         ([FIRST, SECOND], [ONE, TWO], 1.0), ([FIRST, SECOND], ONE, 2 / 3),
         (f"x {FIRST} x", [ONE, TWO], 2 / 3), (FIRST, None, 0.0), ("none", [ONE], None),
         (None, [ONE], None)]),
-    "oolong": ("Date: x || User: 1 || Instance: a?\nDate: x || User: 2 || Instance: b?",
-               {"labels": ["entity", "location"]}, [
-        ("a?\nb?", ["entity", "entity"], 0.5), ("b?", ["location"], 1.0), ("b?", [], 0.0),
-        ("b?", ["location", "entity"], 0.0),
-        ("b?", "location", 0.0), ("other", ["entity"], None)]),
     "notes": ({"n": "cloud otter"}, {}, [
         ("cloud otter", "animals", 1.0), ("cloud otter", "foods", 0.0), ("x", "", None)]),
 }
@@ -211,6 +206,7 @@ FORMS = {  # a question of OOLONG: its gold
     "being'?": ("COMPARISON", "less common than"),
     "which user has the most instances with the label 'human being'?": ("USER", "22222"),
     "which of the labels is the most common?": ("LABEL", "human being"),
+    "which of the labels is the least common?": ("LABEL", "entity"),
 }
 
 
@@ -234,10 +230,10 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         return [tree.reward for tree in trees]
 
-    assert 6 < rewards().count(1.0) < 29  # good and bad ones are mixed
-    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", {"all": (1.0, "")})
-    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", {"read": (1.0, "")})
-    assert rewards() == [1.0] * 30
+    assert 6 < rewards().count(1.0) < 34  # good and bad ones are mixed
+    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", {"": 1.0})
+    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", {"read": 1.0})
+    assert rewards() == [1.0] * 36
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():

@@ -154,7 +154,7 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
 def test_only_rows_longer_than_a_short_pack_are_computed_again():
     plan = of(window=32_768, rank=16, device="cuda", recompute_above=SHORT)
     rows = [Row([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
-    short = plan.pack
+    short = plan.for_packs
     packs = micro_batches(rows, short.row, short.attention_cost, short.seen_cost)
     sizes = [sum(len(row.ids) for row in pack) for pack in packs]
     assert max(sizes) == 6000 and sorted(sizes)[-2] <= SHORT < 8192 < sum(sizes)

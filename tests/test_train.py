@@ -273,7 +273,7 @@ def test_what_a_step_forgot_is_what_good_nodes_lost_at_the_worst_depth(short_run
                 1, torch.tensor(row.ids[30:])[:, None]).sum().item() for row in rows]
 
     pack = SimpleNamespace(row=100, attention_cost=0.0, seen_cost=0.0)
-    plan = SimpleNamespace(pack=pack)
+    plan = SimpleNamespace(for_packs=pack)
     watch, before = steady.Watch(model, rows, plan, World()), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
