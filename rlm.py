@@ -515,7 +515,8 @@ def main() -> None:
             rng = random.Random(f"demo {args.seed}")
             question = tasks.make(tasks.load("notes"), rng, heldout=True)
         else:
-            context = {name: Path(name).read_text("utf-8", "replace") for name in args.files}
+            context = {name: Path(name).read_text("utf-8", "replace")
+                       for name in args.files}
             if len(context) < 2:
                 context = "".join(context.values()) if context else sys.stdin.read()
             question = Task("question", "", args.question, context)
