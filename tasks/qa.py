@@ -67,7 +67,8 @@ def tokens(text: str) -> list[str]:
 
 def number(text: str) -> float | None:
     """What a text says that is a number, in whatever currency."""
-    digits = re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", text.strip(" $€£%.").replace(",", ""))
+    text = text.lstrip(" $€£").rstrip(" $€£%.").replace(",", "")
+    digits = re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", text)
     return float(digits[0]) if digits else None
 
 
