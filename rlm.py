@@ -237,7 +237,8 @@ class _Tree:
         try:  # a child that the machine loses ends its siblings: the tree is lost
             async with asyncio.TaskGroup() as group:
                 for i, (prompt, part) in enumerate(zip(prompts, contexts, strict=True)):
-                    child = Node((*parent.path, len(parent.children)), kind)
+                    path = *parent.path, len(parent.children)
+                    child = Node(path, kind, asked_in=parent.written - 1)
                     problem = self.open(child, prompt, part)
                     if problem:
                         values[i] = problem

@@ -66,20 +66,6 @@ def test_sampled_tokens_carry_their_log_probability():
     assert turns[3]["tokens"] == [["f", -0.25]]
 
 
-def test_children_are_at_the_turn_that_asked_them():
-    root = Node(example=["q", "rlm_query('One?')"])
-    for role, text in (("system", "s"), ("user", "q"), ("assistant", "rlm_query('One?')"),
-                       ("user", "1"), ("assistant", "print(2)"), ("user", "2"),
-                       ("assistant", "rlm_query(f'{x}?') + llm_query('Last?')")):
-        root.add(Turn(role, text, logprobs=() if role == "assistant" else None))
-    for i, prompt in enumerate(("One?", "Two?", "Last?")):
-        child = Node((i,))
-        child.add(Turn("user", f"{prompt}\ncontext: str"))
-        root.children.append(child)
-    places = report.asked_in(root, root.said)
-    assert places == [4, 4, 8]  # not 2, where the example asks; what no text tells stays
-
-
 # --- in a browser -------------------------------------------------------------------------
 
 # What is added to the page's script: it notes all that goes wrong, then presses and types.

@@ -142,7 +142,7 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
             "n": node.sampled + node.counted, "errors": len(node.errors),
             "adv": rounded(advantages.get(node)), "answer": shown(node.answer),
             "children": [place[child] for child in node.children],
-            "asked_in": asked_in(node, seen),
+            "asked_in": node.asked_in,
             "turns": [pack_turn(turn, 0 < i <= examples) for i, turn in enumerate(seen)]}
 
     return {
@@ -150,20 +150,6 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
         "gold": shown(rollout.task.answer), "reward": rounded(rollout.reward),
         "score": rounded(rollout.root.score), "failed": shown(rollout.failed),
         "nodes": [pack_node(node) for node in nodes]}
-
-
-def asked_in(node: Node, seen: list[Turn]) -> list[int]:
-    """For each child the place of the turn whose code asked it. A node does not keep that,
-    but children come in the order of the calls, and most prompts stand in the code."""
-    asking = [i for i, turn in enumerate(seen) if turn.sampled and "_query" in turn.text]
-    places, now = [], 0
-    for child in node.children:
-        prompt = next((turn.text for turn in child.turns if turn.role == "user"), "")
-        prompt = prompt.partition("\n")[0]
-        later = [i for i in asking if i >= now] or [len(seen) - 1]
-        now = next((i for i in later if prompt in seen[i].text), later[0])
-        places.append(now)
-    return places
 
 
 def rounded(value: float | None) -> float | None:
