@@ -47,7 +47,7 @@ def attention_for(model, memory: int, window: int, batch: int):
     weight, states = model.lm_head.weight, None
     state = state_bytes(model.config, weight.itemsize)
     if state:
-        whole = window * token_bytes(model) + STATES_PER_WINDOW * state
+        whole = window_bytes(model.config, weight.itemsize, window)
         states = States(model, max(2, STATES_PER_WINDOW * memory // whole))
         memory -= states.count * state
         batch = min(batch, states.count - 1)  # one is left for a snapshot
@@ -99,27 +99,32 @@ def check(attention, window: int, batch: int) -> None:
         raise RuntimeError(f"log-probabilities are wrong by {worst:.3f}")
 
 
-def token_bytes(model) -> int:
-    """What the keys and values of a token take."""
-    c = model.config
-    return (2 * c.is_linear.count(False) * c.num_key_value_heads * c.head_dim
-            * model.lm_head.weight.itemsize)
+def token_bytes(config, itemsize: int) -> int:
+    """What the keys and values of a token take; `itemsize` is of the model's type."""
+    layers = config.is_linear.count(False)
+    return 2 * layers * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def window_bytes(config, itemsize: int, tokens: int) -> int:
+    """What so many tokens take, with their states if the model is a hybrid."""
+    states = STATES_PER_WINDOW * state_bytes(config, itemsize)
+    return tokens * token_bytes(config, itemsize) + states
 
 
 def spare_bytes(model, window: int, batch: int) -> int:
     """A pool for a program that has the device for itself: four windows per request, of
     which a cache hardly uses more, or most of what is free."""
-    share = 0.8 if model.lm_head.weight.is_cuda else 0.2
-    state = STATES_PER_WINDOW * state_bytes(model.config, model.lm_head.weight.itemsize)
-    return min(int(share * free_bytes()),
-               4 * batch * (window * token_bytes(model) + state))
+    weight = model.lm_head.weight
+    share = 0.8 if weight.is_cuda else 0.2
+    whole = window_bytes(model.config, weight.itemsize, window)
+    return min(int(share * free_bytes()), 4 * batch * whole)
 
 
 def new_pool(model, memory: int, size: int) -> Tensor:
     """The pool: (L, 2, P, S, K, E) zeros, as many pages of `size` tokens as `memory` bytes
     hold, but at least one, and page 0, which is for padding."""
     c, weight = model.config, model.lm_head.weight
-    count = 1 + max(1, memory // (size * token_bytes(model)))
+    count = 1 + max(1, memory // (size * token_bytes(c, weight.itemsize)))
     layers = c.is_linear.count(False)
     shape = (layers, 2, count, size, c.num_key_value_heads, c.head_dim)
     return zeros(shape, weight, weight.dtype)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, free_bytes
-from engine.pages import FlashPages, GatheredRows
-from engine.states import STATES_PER_WINDOW, shapes, state_bytes
+from engine.pages import FlashPages, GatheredRows, window_bytes
+from engine.states import shapes
 from util import readable
 
 # How many sequences of full length the cache holds. The least is low, so that a longer
@@ -162,9 +162,8 @@ class Plan:
         """Whole pages for the keys and values of a full window, one more in reserve for a
         request that runs, and the states of linear layers."""
         page = (GatheredRows if self.device == "cpu" else FlashPages).page
-        token = 2 * self.layers[0] * self.widths[2] * self.dtype.itemsize
-        states = STATES_PER_WINDOW * state_bytes(self.config, self.dtype.itemsize)
-        return token * page * (-(-self.window // page) + 1) + states
+        tokens = page * (-(-self.window // page) + 1)
+        return window_bytes(self.config, self.dtype.itemsize, tokens)
 
     def need(self, ranks: int = 1) -> dict[str, int]:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and

@@ -18,6 +18,7 @@ import torch
 
 from engine import parallel
 from engine.device import DEVICE
+from engine.pages import token_bytes
 from engine.plan import GIB, SHORT, Plan, Sizes
 from experiments.bench import clock, our_losses, row_of, step
 from model import Decoder, DecoderConfig
@@ -69,9 +70,8 @@ def agreement(model: Decoder) -> None:
 
 
 def sampling(model: Decoder) -> None:
-    c, weights = model.config, sum(weight.numel() for weight in model.parameters())
-    full = c.is_linear.count(False)
-    cached = 2 * full * c.num_key_value_heads * c.head_dim  # of a token
+    weights = sum(weight.numel() for weight in model.parameters())
+    cached = token_bytes(model.config, 1)  # numbers
     sampler = Sampler(model, batch=96)
     generate(sampler, [prompt(model, 1024, seed=9)], 1)  # libraries begin slowly
     for batch, length in LOADS:

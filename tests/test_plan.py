@@ -1,7 +1,6 @@
 """The memory plan: its sums by hand, and against the model itself."""
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +9,9 @@ from engine import attention, delta, plan
 from engine.attention import PackedRows
 from engine.hf import FAMILIES
 from engine.packing import micro_batches
-from engine.parallel import World
 from engine.plan import GIB, SHORT, Plan, Sizes
 from grpo import Row
 from model import Decoder, DecoderConfig
-from training import setup
 
 QWEN3_4B = DecoderConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
 SMALL = DecoderConfig(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
@@ -178,15 +175,6 @@ def test_ranks_share_what_is_trained_and_each_has_a_sampler():
     assert few.need()["KV cache"] == 7 * 3 * 256 * (3 * 2 * 24 * 2)
 
 
-def test_a_card_runs_more_requests_at_once_than_windows_are_planned(monkeypatch):
-    monkeypatch.setattr(setup, "Sampler", lambda *_, **given: given)
-    for device, batch in (("cuda", 192), ("cpu", 96)):
-        config, plan = SimpleNamespace(lora_rank=0), of(device=device, have=10 ** 13)
-        run = SimpleNamespace(world=World())
-        given = setup.make_sampler(SimpleNamespace(config=config, plan=plan, run=run), None)
-        assert (given["batch"], given["memory"]) == (batch, 96 * plan.window_bytes)
-
-
 @pytest.mark.parametrize("config, most", [(QWEN3_4B, 200 * GB), (SMALL, GB // 2)])
 @pytest.mark.parametrize("rank, ranks, changes", [(16, 1, 4), (16, 4, 3), (0, 1, 3)])
 def test_the_longest_window_that_fits_with_the_least_change(
@@ -210,12 +198,3 @@ def test_the_longest_window_that_fits_with_the_least_change(
         assert plan.window == 30_000 or not fitting(min(plan.window + 1024, 30_000))
         seen.add((plan.window < 30_000, plan.recompute_above, plan.apart))
     assert (True, 0, changes == 4) in seen  # (shorter, recompute_above, apart)
-
-
-def test_windows_of_qwen3_4b_on_a_card_of_80_gb():
-    for window, count, copy in ((65_536, 4, False), (45_056, 5, True)):
-        plan = of(window=window, rank=16, recompute_above=math.inf, device="cuda",
-                  have=79 * GIB)
-        one = {line[:16].strip(): line[16:32].strip() for line in plan.table().splitlines()}
-        assert (one["window"], one["cached windows"]) == (f"{window:,}", str(count))
-        assert (one["sampler copy"] != "0 bytes") == copy
