@@ -117,8 +117,8 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
     """An instance of `config_type` from the command line.
 
     `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
-    values that stand in for the defaults. Raises ValueError for what `check` and the
-    classes refuse. Exits with status 2 for what is no flag, or no number."""
+    values that stand in for the defaults. Raises ValueError for what the classes refuse.
+    Exits with status 2 for what is no flag, or no number."""
     made = parser(description, usage="%(prog)s [--flag value ...]")
     common = made.add_argument_group("common flags")
     for title, group_type in groups.items():
@@ -128,9 +128,7 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
     # A resumed run takes its flags from a file; those that are given now still win.
     made.set_defaults(**earlier(made.parse_args()))
     args = vars(made.parse_args())
-    config = config_type(**{f.name: args[f.name] for f in fields(config_type)})
-    check(config)
-    return config
+    return config_type(**{f.name: args[f.name] for f in fields(config_type)})
 
 
 def _add(group, f) -> None:

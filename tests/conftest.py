@@ -9,6 +9,7 @@ import signal
 import sys
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+ROOT = Path(__file__).resolve().parent.parent
+PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
 SHORT = ("--warmup-steps 1 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
 FLAT = "no step had a gradient"  # how SHORT ends: one supervised step teaches nothing
 SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                    num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                    max_position_embeddings=384, rope_theta=1e4)
+# Rewards that differ between trees, and depend on nothing but what was sampled.
+OBJECTIVE = """
+from dataclasses import replace
+import grpo
+def credit(rollouts, config):
+    drawn = [replace(r, reward=sum(r.root.ids) % 97 / 96) for r in rollouts]
+    return grpo.credit(drawn, config)
+"""
 
 
 def pytest_collection_finish(session):
@@ -47,6 +58,14 @@ def data_of(page):
     """The trees of the last step on a report page, unpacked as its script does."""
     packed = re.search(r"id=data>([A-Za-z0-9+/=\n]*)</script>", page)[1].split("\n")[-1]
     return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+@pytest.fixture
+def objective(tmp_path):
+    """A file for --objective, with which each step has a gradient."""
+    path = tmp_path / "objective.py"
+    path.write_text(OBJECTIVE)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from conftest import command
 from rlm import RLMConfig, collect, jobs
 from stub_server import KEY, Stub
 from tasks import Task
+from tasks.in_repl import block
 from tree import Lost, Node, Refused, Sampling, Turn
 
 TASK = Task("t", "question", "What is it?", "the context")
@@ -27,10 +28,6 @@ def node(text="hello"):
     n.add(Turn("system", "be brief"))
     n.add(Turn("user", text))
     return n
-
-
-def block(code):
-    return f"```repl\n{code}\n```"
 
 
 def complete(server, text, **more):

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,10 @@ import eval as evaluation
 import rlm
 import train
 import util
-from conftest import FLAT, SHORT, SMALL_MODEL, command
+from conftest import FLAT, ROOT, SHORT, SMALL_MODEL, command
 from tree import read_rollouts
 from training import setup
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}

@@ -2,7 +2,6 @@
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -10,14 +9,12 @@ import conftest
 import eval as evaluation
 import rlm
 import tasks
-from conftest import data_of
+from conftest import PAPERS, data_of
 from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks
 from training import scores
 from tree import read_rollouts
-
-DATA = Path(__file__).parent / "data" / "papers.jsonl"
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     ids = {}
     for split in ("train", "heldout"):
         for name, flags in (("generated", ["--tasks", "evidence", "--n", 12]),
-                            ("rows", ["--data", DATA])):
+                            ("rows", ["--data", PAPERS])):
             path = tmp_path / name
             assert command("--policy", "oracle", *flags, "--save", path,
                            "--split", split)[0] is None
@@ -111,7 +108,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     assert not ids["rows", "train"] & ids["rows", "heldout"]
     every = ids["rows", "train"] | ids["rows", "heldout"]
-    assert len(every) == len(DATA.read_text().splitlines())
+    assert len(every) == len(PAPERS.read_text().splitlines())
 
 
 def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_path):
@@ -128,7 +125,7 @@ def test_a_task_that_has_moved_is_asked_at_its_new_place(command, short_run, tmp
     shutil.copytree(short_run / "final", model)
     saved = json.loads((model / "rlm.json").read_text())
     (model / "rlm.json").write_text(json.dumps(saved | {"task": "/gone/task.py"}))
-    flags = "--model", model, "--data", DATA, "--n", 1
+    flags = "--model", model, "--data", PAPERS, "--n", 1
     assert "/gone/task.py" in command(*flags)[0]
     assert command(*flags, "--tasks", "evidence")[0] is None
 

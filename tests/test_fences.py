@@ -4,14 +4,12 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-from conftest import FLAT, SHORT, command
+from conftest import FLAT, ROOT, SHORT, command
 
 import eval as evaluation
 import train
 
-ROOT = Path(__file__).resolve().parent.parent
 # A part may import those in groups before its own, and those beside it where that is said.
 ORDER = [{"util", "sandbox"}, {"tree", "engine"},
          {"repl", "tokenizer", "tasks", "model", "grpo"}, {"sampler", "prompts"}, {"rlm"},

@@ -89,10 +89,3 @@ def test_the_answer_to_notes_is_read_from_json_and_from_lines():
         root = answer("direct", task, lambda node: f"The notes: {text}")
         assert tasks.reward(task, root.answer) == 1.0
         assert "animals, plants, tools, foods" in root.turns[1].text
-
-
-@pytest.mark.parametrize("name, depth, nodes", [
-    ("rlm0", 0, 1), ("rlm1", 1, 32), ("rlm2", 2, 32)])
-def test_the_depth_of_an_rlm_is_what_its_name_says(name, depth, nodes):
-    config = evaluation.rlm_config_of(name, RLMConfig())
-    assert (config.max_depth, config.max_nodes) == (depth, nodes)

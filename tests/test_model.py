@@ -1,9 +1,9 @@
 """The decoder: its arithmetic against transformers, log-probabilities, checkpoints."""
 import json
-from pathlib import Path
 
 import golden
 import pytest
+from conftest import ROOT
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -13,7 +13,6 @@ from engine import hf
 from engine.attention import linear_float32
 from model import Decoder, DecoderConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # heads, key/value heads, head_dim, tied
     "head_dim unlike hidden over heads": (4, 2, 14, True),
     "wide heads, untied": (2, 1, 32, False),

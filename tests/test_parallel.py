@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import FLAT, SHORT
+from conftest import FLAT, ROOT, SHORT
 from test_sampler import HYBRID
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +29,6 @@ from training import checkpoint, setup, steady
 from training.run import Run
 from tree import Node, Rollout, Turn
 
-ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
 

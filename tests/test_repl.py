@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from repl import REPL, Handle, Limits, REPLError, Result, trees_at_once
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 BOTH = pytest.mark.parametrize("mode", ["off", "auto"])  # else: what there is here

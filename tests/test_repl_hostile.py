@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from repl import REPL, Handle, Limits, REPLError, Result, json_value
 
-ROOT = Path(__file__).resolve().parent.parent
 MARK = f"h0s{os.getpid()}-"  # in the name of a file that a case makes outside
 SMALL = dict(
     seconds=20, cpu_seconds=20, memory_mb=256, output_chars=2000, file_mb=1, disk_mb=8,

@@ -3,26 +3,20 @@ import asyncio
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 
 import prompts
 import rlm
 import tasks
-from conftest import command
+from conftest import ROOT, command
 from repl import Limits, REPLError
 from prompts import opening, parse
 from rlm import RLMConfig, rollout
 from tasks import Task, evidence as evidence_kind
+from tasks.in_repl import block
 from tokenizer import Tokenizer
 from tree import Completion, Node, Refused, Turn, Unscored, render
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def block(code):
-    return f"```repl\n{code}\n```"
 
 
 def task(query="the question", context="the context"):
@@ -90,7 +84,8 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
         (): block("parts = rlm_query_batched('split', [context[:4], context[4:]])\n"
                   "FINAL({'parts': parts, 'kind': type(parts[0]).__name__})"),
         (0,): block("FINAL([*[rlm_query('up', c) for c in context[:3]], rlm_query('up')])"),
-        (1,): block("FINAL(rlm_query_batched(['a', 'b'], list(context[:2])))"),
+        (1,): [block("a = rlm_query('a', context[0])"),
+               block("FINAL([a, rlm_query('b', context[1])])")],
         "*": block("FINAL([context.upper(), len(context), None])"),
     }, task(context="abcdefgh"), max_depth=2)
     assert [n.path for n in root.walk()] == [
@@ -100,6 +95,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
              for part in (("a", "b", "c", "abcd"), "ef")]  # without one: its parent's
     assert root.answer == {"parts": grand, "kind": "list"}
     assert [child.answer for child in root.children] == grand
+    assert [child.asked_in for child in root.children[1].children] == [0, 1]
     assert root.turns[1].text.startswith("the question\n")
     assert root.children[0].turns[1].text.startswith("split\n")
 
@@ -410,18 +406,6 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         (0.5, "", 1), (0.0, "Unscored('gone')", 1)]
     with pytest.raises(KeyError):
         trees(KeyError("a bug"))
-
-
-def test_a_reward_may_see_the_tree_and_the_tasks_own_score_is_kept():
-    async def price(task, *more):
-        answer, root = more
-        return root.score - 0.25 * len(root.children)
-
-    policy = Script({"*": block("llm_query('x')\nFINAL('gold 0.')")})
-    trees = asyncio.run(collect([evidence(0)], policy, None, RLMConfig(), score=price))
-    assert [(tree.reward, tree.root.score) for tree in trees] == [(0.75, 1.0)]
-    trees = asyncio.run(collect([evidence(0)], policy, None, RLMConfig()))
-    assert [(tree.reward, tree.root.score) for tree in trees] == [(1.0, None)]
 
 
 def test_at_most_at_once_trees_run_side_by_side():

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from conftest import PAPERS
 
 import tasks
 import util
@@ -17,9 +18,6 @@ from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_pa
 from tasks.questions import Questions, read, split
 from tasks.scripts import script_policy
 from tree import Node
-
-ROOT = Path(__file__).resolve().parent.parent
-PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
 
 
 LETTERS = '''

@@ -19,7 +19,7 @@ import shlex
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -52,11 +52,6 @@ class State:
     results: dict = field(default_factory=dict)  # scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
-
-    def __post_init__(self):
-        for f in fields(self):
-            if not isinstance(getattr(self, f.name), f.type):
-                raise TypeError(f"{f.name} cannot be {getattr(self, f.name)!r:.40}")
 
 
 @dataclass(frozen=True)
