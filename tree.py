@@ -102,7 +102,7 @@ class Node:
     # turn. Nobody sampled it. Its ids are kept with the first user turn.
     example: list[str] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
-    asked_in: int = 0  # the number of its parent's message whose code asked it
+    asked_in: int = 0  # which of the messages that its parent wrote asked it, from 0
     # What FINAL got, or the text of a plain completion. A node that ended without either
     # has what its code put into answer["content"].
     answer: Any = None

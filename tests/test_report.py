@@ -24,10 +24,10 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 def tree(text, children=0, reward=0.5, group="t", failed=""):
     root = Node(answer={"a": [text]}, end="final")
-    for role in ("system", "user", "assistant"):
+    for role in ("system", "user", "assistant", "user", "assistant"):
         root.add(Turn(role, text))
     for i in range(children):
-        child = Node(path=(i,), kind=text, answer=text, end=text, errors=[0])
+        child = Node((i,), kind=text, answer=text, end=text, errors=[0], asked_in=i % 2)
         child.add(Turn("user", f"child {i} {text}"))
         root.children.append(child)
     return Rollout(Task("t", "evidence", text, None, [text]), group, root, reward, failed)
@@ -87,7 +87,8 @@ start().then(async () => {
   seen.search = names();
   document.querySelector('button').click();
   await drawn();
-  seen.children = document.querySelectorAll('details details').length;
+  seen.above = [...document.querySelectorAll('details details')].map(
+    child => child.previousElementSibling.className);
   $('search').value = '';
   const chart = document.querySelector('figure svg');
   const {left, width} = chart.getBoundingClientRect();
@@ -139,7 +140,8 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
     # The question with the lowest mean is first, and in it what was lost.
     assert seen["first"] == ["gone", "evil", "half", "right"]
     assert EVIL[0] in seen["opened"] and EVIL[1] in seen["opened"]
-    assert seen["search"] == ["half"] and seen["children"] == 2
+    assert seen["search"] == ["half"]
+    assert seen["above"] == ["assistant"] * 2  # each child is below the message that asked
     # A click at the second step of a curve shows its trees, its value and its mark.
     assert seen["step"] == "step 2" and seen["earlier"] == ["early"]
     assert "0.5, validation 0.75 at step 2" in " ".join(seen["figure"].split())
