@@ -100,6 +100,8 @@ def read_flags() -> argparse.Namespace:
         parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
     if args.policy and args.api:
         parser.error("--policy oracle asks no server")
+    if args.data and args.lengths != [None]:
+        parser.error("--lengths is for generated questions, not for those of --data")
     for unknown in set(args.methods or ()) - set(METHODS):
         parser.error(f"there is no method {unknown}")
     return args

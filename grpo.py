@@ -251,7 +251,5 @@ class GRPOConfig:
 
     def __post_init__(self):
         check(self)
-        if self.credit == "root" and self.children == "sum":
-            raise ValueError("credit root trains no children: children sum has no effect")
         if self.length == "batch" and self.children == "mean":
             raise ValueError("length batch weights all tokens alike: give --children sum")

@@ -63,14 +63,13 @@ have {turns} messages of at most {tokens} tokens. In the REPL you also have:
 The conversation begins with an example, about another context. Then comes your question."""
 
 CALLS = """\
-- rlm_query_batched(prompts, contexts) -> a list of answers, each of {child}. One string \
-as prompts is used for every context. rlm_query(prompt, context): one such call.
+- rlm_query_batched(prompts, contexts) -> a list of answers, each of a child with a REPL \
+of its own, working like you. One string as prompts is used for every context. \
+rlm_query(prompt, context): one such call.
 - llm_query_batched(prompts), llm_query(prompt) -> str: a model without a REPL, for short \
 texts.
 A call that fails gives a string that begins with "Error". At most {nodes} calls in all.
 """
-CHILD = "a child with a REPL of its own, working like you"
-LEAF_CHILD = "a model without a REPL that reads the whole context (keep it short)"
 LEAF = "Answer the question briefly and exactly, with nothing else."
 BRIEF = "Write ```repl blocks: context, {tools}rlm_query, FINAL."
 GO_ON = "Write the next block. If you can answer now, call FINAL(value) in it."
@@ -113,11 +112,10 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
         return BRIEF.format(tools=names), [], user
 
     # A child that could only ask models without a REPL is told to read.
-    asks = config.max_nodes > 1 and (not node.path or node.depth < config.max_depth)
+    asks = config.max_nodes > 1 and node.depth < config.max_depth
     calls, strategy = "", getattr(kind, "READING", "") if node.path else ""
     if asks:
-        child = CHILD if node.depth < config.max_depth else LEAF_CHILD
-        calls = CALLS.format(nodes=config.max_nodes - 1, child=child)
+        calls = CALLS.format(nodes=config.max_nodes - 1)
         strategy = getattr(kind, "STRATEGY", "")
     system = getattr(kind, "PROMPT", FULL).format(
         output=config.limits.output_chars, turns=config.max_turns,

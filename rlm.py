@@ -38,6 +38,7 @@ import tasks
 import util
 from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, Limits, REPLError, cut, trees_at_once
+from sandbox.protocol import json_value
 from tasks import Task
 from tasks.in_repl import source
 from tasks.text import about, as_text
@@ -120,7 +121,7 @@ class _Tree:
                 node.answer, node.end = spoken(node.turns[-1].text), "text"
             return
 
-        tools = source(getattr(self.kind, "TOOLS", ()))
+        tools = source(tuple(getattr(self.kind, "TOOLS", ())))
         printed = notes = ""
         async with REPL(context, tools, self.config.limits, query) as repl:
             for turn in range(self.config.max_turns):
@@ -270,15 +271,12 @@ def jobs(questions: list[Task], key: tuple = (), times: int = 1) -> list[Job]:
 async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
                   at_once: int = 256, label: str = "",
                   score: Callable = tasks.reward) -> list[Rollout]:
-    """Each tree with its reward, in order. Raises REPLError if every tree is lost."""
+    """Each tree with its reward, in order."""
     async def one(job: Job) -> Rollout:
         return await scored_rollout(job, policy, tokenizer, config, score)
 
     at_once = min(at_once, trees_at_once(config.max_nodes))
-    rollouts = await side_by_side(one, [(job,) for job in todo], at_once, label)
-    if rollouts and all(rollout.failed for rollout in rollouts):
-        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
-    return rollouts
+    return await side_by_side(one, [(job,) for job in todo], at_once, label)
 
 
 async def scored_rollout(job: Job, policy, tokenizer, config: RLMConfig,
@@ -409,8 +407,7 @@ def changed(config: RLMConfig | Limits, fields: Any, source: str) -> RLMConfig |
         if good and name in CHOICES:
             good = value in CHOICES[name]
         elif good and type(value) in (int, float):
-            above = -1 if name == "max_depth" else 0
-            good = above < value <= MOST
+            good = 0 < value <= MOST
         if not good:
             raise ValueError(f"{source}: {name} cannot be {value!r}")
         values[name] = value
@@ -478,7 +475,8 @@ class RLM:
         return asyncio.run(self.acompletion(query, context, verbose))
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        task = Task("question", tasks.kind_of(self.config.task), query, context)
+        kind = tasks.kind_of(self.config.task)
+        task = Task("question", kind, query, json_value(context))
         policy = aloud(self.policy) if verbose else self.policy
         self.trace = await rollout(
             task, policy, self.tokenizer, self.config, (self.seed,))
@@ -518,8 +516,11 @@ def main() -> None:
         else:
             context = {name: Path(name).read_text("utf-8", "replace")
                        for name in args.files}
-            if len(context) < 2:
-                context = "".join(context.values()) if context else sys.stdin.read()
+            if len(context) == 1:
+                context, = context.values()
+            elif not context:
+                sys.stdin.reconfigure(errors="replace")  # as files are read
+                context = sys.stdin.read()
             question = Task("question", "", args.question, context)
         root = ask(args, question)
     except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:

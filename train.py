@@ -71,7 +71,7 @@ GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfi
 
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
-    "no step had a gradient: all trees of a question scored alike. Take easier questions "
+    "no step had an advantage: all trees of a question scored alike. Take easier questions "
     "or --warmup if they score 0, harder ones if they score 1; or raise --group")
 
 
@@ -287,8 +287,8 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
 
 
 def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,
-                  asked: list[tasks.Task], key: tuple, label: str,
-                  group: int = 1) -> list[Rollout]:
+                 asked: list[tasks.Task], key: tuple, label: str,
+                 group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
     policy = rlm.local_policy(sampler, run.tokenizer)

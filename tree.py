@@ -18,6 +18,7 @@ Rollouts are stored as JSON lines and shown to people as indented text. Left out
 grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py).
 """
 import json
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from util import MISREAD, write_text
 
 class Refused(Exception):
     """A policy raises it for one request that it will not serve: because it is too long, or
-    filtered. The node ends, and its tree goes on. If it is a root, its tree failed."""
+    filtered. The node ends, and its tree goes on. If it is the root's first, the tree
+    failed."""
 
 
 class Lost(RuntimeError):
@@ -240,6 +242,9 @@ def _cut(line: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: a model must not steer a terminal."""
-    shown = (c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-    return "".join(shown)
+    """The text with control characters spelled out: a model must not steer a terminal.
+    Spaces of any width stay, and what joins emoji."""
+    def harmless(c: str) -> bool:
+        return c.isprintable() or c in "\n\t\u200d" or unicodedata.category(c) == "Zs"
+
+    return "".join(c if harmless(c) else f"\\x{ord(c):02x}" for c in text)

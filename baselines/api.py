@@ -5,9 +5,9 @@ vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
 The package `openai` sends the requests, and sends them again when a server is busy or
 broken. Where the server refuses one for its content or length (400, 413, 422), that node
-ends, and the code of its parent sees an error. A refused root counts as failed. Anything
-else (no server, a wrong key, no such model) is the machine's failure: the tree is lost, and
-counts as failed, too.
+ends, and the code of its parent sees an error. If it is the root's first request, the tree
+counts as failed. Anything else (no server, a wrong key, no such model) is the machine's
+failure: the tree is lost, and counts as failed, too.
 
 Left out: streaming, log-probabilities, prices, and models that refuse `temperature`
 or `top_p`.
@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 import openai
 
-from tree import Completion, Lost, Node, Refused, Sampling
+from tree import Completion, Lost, Node, Refused, Sampling, printable
 from util import MISREAD
 
 REFUSALS = (400, 413, 422)
@@ -47,17 +47,19 @@ class API:
                     model=self.model, messages=messages, **self.sampling,
                     **{limit: max_tokens})
             choice, used = reply.choices[0], reply.usage
-            usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
+            usage = {"prompt": int(used.prompt_tokens),
+                     "sampled": int(used.completion_tokens)}
             stop = "length" if choice.finish_reason == "length" else "stop"
-            return Completion(choice.message.content or "", stop=stop, usage=usage)
+            text = "" + (choice.message.content or "")  # raises TypeError for a list
+            return Completion(text, stop=stop, usage=usage)
         except MISREAD as error:
             why = f"a reply that cannot be used, {error!r:.200}"
             raise Lost(f"{self.server['base_url']}: {why}") from None
         except openai.OpenAIError as error:
-            status = getattr(error, "status_code", None)
+            status, said = getattr(error, "status_code", None), printable(str(error))
             if status == 400 and limit != NEWER and NEWER in str(error):
                 self.limit = NEWER
                 return await self(node, max_tokens, key)
             if status not in REFUSALS:
-                raise Lost(f"{self.server['base_url']}: {error}") from None
-            raise Refused(str(error)) from None
+                raise Lost(f"{self.server['base_url']}: {said}") from None
+            raise Refused(said) from None

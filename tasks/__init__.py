@@ -17,7 +17,7 @@ and, if it likes, with what the table in docs/extending.md names: a prompt, scri
 imitate, tools, a reader of files.
 
 A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
-guesses what an answer meant, ours does not: a list of all labels or a refusal scores 0.
+guesses what an answer meant, ours does not: on oolong a list of all labels scores 0.
 """
 import importlib
 import json
@@ -121,10 +121,13 @@ def question(id: str, kind: str, made: Any) -> Task:
     (query, context, gold)."""
     match made:
         case (str() as query, str() | list() | dict() as context, gold):
-            return Task(id, kind, query, context, gold)
+            with suppress(TypeError):
+                json.dumps(gold)
+                return Task(id, kind, query, context, gold)
     size = f" of {len(made)}" if isinstance(made, tuple) else ""
     raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query, context, "
-                     "gold); a query is a str, a context a str, a list or a dict")
+                     "gold); a query is a str, a context a str, a list or a dict, a gold "
+                     "any JSON value")
 
 
 def reward(task: Task, answer: Any) -> float:

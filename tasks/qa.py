@@ -47,9 +47,11 @@ def read(row):
             isinstance(text, str) for text in inside):
         raise ValueError("field 'context' is no text, and no list or dict of texts")
 
-    answer = row.get("answers", row.get("answer"))
     if "answers" not in row and "answer" not in row:
         raise ValueError("field 'answer' is missing")
+    answer = row.get("answers")
+    if answer is None:  # two files that were joined have both fields
+        answer = row.get("answer")
     if isinstance(answer, dict):  # SQuAD on the hub
         answer = field(answer, "text", list)
     gold = answer if isinstance(answer, list) else [answer]
@@ -68,7 +70,7 @@ def tokens(text: str) -> list[str]:
 def number(text: str) -> float | None:
     """What a text says that is a number, in whatever currency."""
     text = text.lstrip(" $€£").rstrip(" $€£%.").replace(",", "")
-    digits = re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", text)
+    digits = re.fullmatch(r"[-+]?(?:[0-9]*\.)?[0-9]+", text)
     return float(digits[0]) if digits else None
 
 

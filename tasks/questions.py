@@ -160,14 +160,26 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
 
 def _sharing(questions: list[Task]) -> list[set[int]]:
     """The places of the questions, in groups that have no text in common: no document of a
-    dict, else no whole context. Line breaks make no difference."""
-    groups: list[tuple[set[int], set[int]]] = []  # places, hashes of texts
+    dict or a list, else no whole context. Line breaks make no difference."""
+    earlier = list(range(len(questions)))  # a place in the same group; the first: itself
+    seen: dict[int, int] = {}  # a text's hash -> the place that had it first
+
+    def first(i: int) -> int:
+        while earlier[i] != i:
+            earlier[i] = earlier[earlier[i]]
+            i = earlier[i]
+        return i
+
     for i, task in enumerate(questions):
         parts = task.context
-        parts = parts.values() if isinstance(parts, dict) else [parts]
-        places, texts = {i}, {hash(" ".join(str(part).split())) for part in parts}
-        for group in [group for group in groups if group[1] & texts]:
-            groups.remove(group)
-            places, texts = places | group[0], texts | group[1]
-        groups.append((places, texts))
-    return sorted((places for places, _ in groups), key=min)
+        if isinstance(parts, dict):
+            parts = parts.values()
+        elif not isinstance(parts, list):
+            parts = [parts]
+        for text in filter(None, (" ".join(str(part).split()) for part in parts)):
+            low, high = sorted((first(i), first(seen.setdefault(hash(text), i))))
+            earlier[high] = low
+    groups: dict[int, set[int]] = {}
+    for i in range(len(questions)):
+        groups.setdefault(first(i), set()).add(i)
+    return [*groups.values()]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "tests" / "data" / "papers.jsonl"
 SHORT = ("--warmup-steps 1 --steps 2 --questions 2 --group 2 "
          "--heldout 3").split()
-FLAT = "no step had a gradient"  # how SHORT ends: one supervised step teaches nothing
+FLAT = "no step had an advantage"  # how SHORT ends: one supervised step teaches nothing
 SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                    num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                    max_position_embeddings=384, rope_theta=1e4)

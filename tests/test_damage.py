@@ -147,6 +147,19 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
+        short_run, tmp_path, monkeypatch):
+    def warm_up(setup):
+        raise ValueError("it begins")
+
+    out = tmp_path / "run"
+    shutil.copytree(short_run, out)
+    for name in ("checkpoints", "trees"):
+        shutil.rmtree(out / name)
+    monkeypatch.setattr(train, "warm_up", warm_up)
+    assert "it begins" in command(train, monkeypatch, "--resume", "--out", out)
+
+
 def test_a_run_keeps_off_what_is_not_its_own(short_run, tmp_path, monkeypatch):
     """The checkpoints of a run beside it, whose name its own name matches as a pattern; and
     a directory that holds no run."""

@@ -146,7 +146,8 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
-    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server")])
+    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
+    (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for those of --data")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()

@@ -134,7 +134,6 @@ def test_rows_take_what_an_objective_says():
 
 @pytest.mark.parametrize("switches, says", [
     (dict(credit="none"), "credit is 'none'"), (dict(updates=0), "updates is 0"),
-    (dict(credit="root", children="sum"), "trains no children"),
     (dict(length="batch"), "all tokens alike")])
 def test_a_wrong_or_inert_switch_is_refused(switches, says):
     with pytest.raises(ValueError, match=says):

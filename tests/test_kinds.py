@@ -67,7 +67,7 @@ SCORES = [
         1: ["old bridge!", "An OLD, bridge", ["old bridge"]], 2 / 3: ["bridge"],
         4 / 5: ["1912 bridge"], 1 / 2: ["stone of a bridge over it"], 0: ["abridge"]}),
     ("qa", ["70,000"], {1: ["70000", 70000, "$70,000.00"], 0: ["7", "70,001", [7, 0]]}),
-    ("qa", ["0.5"], {1: [".5", "$.50", 0.5], 0: ["5", "0.5.5"]}),
+    ("qa", ["0.5"], {1: [".5", "$.50", 0.5], 0: ["5", "0.5.5", "1" * 1_000_000 + "x"]}),
     ("qa", ["5 days", "five"], {2 / 3: ["5", 5], 1: ["Five."]}),
     ("qa", [], {1: ["", []], 0: [None, "the texts do not say", 0]}),  # they do not say
     # Right kinds among all notes that the answer or the gold names

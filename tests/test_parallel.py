@@ -23,6 +23,7 @@ import train
 from engine import packing, plan
 from engine.parallel import World, full_tensor
 from model import Decoder, DecoderConfig
+from repl import REPLError
 from tasks.questions import Questions
 from tokenizer import Tokenizer
 from training import checkpoint, setup, steady
@@ -225,13 +226,13 @@ def on_ranks(size, function):
 
 def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypatch):
     """Four questions on eight ranks; and the warm-up, as its packs have to be the same."""
-    here, shares = threading.local(), []
+    here, shares, lost = threading.local(), [], {1}
 
     async def collect(jobs, *_, **more):
         shares.append(len(jobs))
         return [Rollout(job.task, job.group, Node(turns=[
             Turn("assistant", "", (job.key[-1],), (0.0,))]), 0.0,
-            "lost" * (here.rank == 1 and job is jobs[0])) for job in jobs]
+            "lost" * (here.rank in lost)) for job in jobs]
 
     def sampled(world):
         run = SimpleNamespace(world=world, tokenizer=None, rlm_config=None)
@@ -252,4 +253,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     asked = questions.heldout
     want = [(asked[i // 4], str(i // 4), [i]) for i in range(16)]
     assert on_ranks(8, sampled) == [want] * 8 and shares == [2] * 8
-    assert on_ranks(2, warmed_up) == [[[i] for i in range(32) if i != 16]] * 2
+    assert on_ranks(2, warmed_up) == [[[i] for i in range(16)]] * 2
+    lost.add(0)
+    with pytest.raises(REPLError, match="every tree was lost"):
+        on_ranks(2, warmed_up)

@@ -10,7 +10,7 @@ import prompts
 import rlm
 import tasks
 from conftest import ROOT, command
-from repl import Limits, REPLError
+from repl import Limits
 from prompts import opening, parse
 from rlm import RLMConfig, rollout
 from tasks import Task, evidence as evidence_kind
@@ -100,7 +100,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
     assert root.children[0].turns[1].text.startswith("split\n")
 
 
-@pytest.mark.parametrize("max_depth", [0, 2])
+@pytest.mark.parametrize("max_depth", [1, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
     root = grow({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
                 else block("FINAL(rlm_query('what?', [context, 'ß']))")},
@@ -316,8 +316,8 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    with pytest.raises(REPLError, match="refused: too long for the server"):
-        asyncio.run(collect([task("BAD")], picky, None, RLMConfig()))
+    lost, = asyncio.run(collect([task("BAD")], picky, None, RLMConfig()))
+    assert lost.failed == "refused: too long for the server"
 
 
 def test_a_refusal_in_a_later_turn_ends_the_root_and_is_scored():
@@ -380,13 +380,11 @@ def test_a_lost_tree_is_marked_and_the_others_go_on():
     assert sorted(cancelled) == [(0,), (0,), (1,), (1,)]  # both times
 
 
-@pytest.mark.parametrize("error, raised", [(OSError, REPLError), (KeyError, KeyError)])
-def test_if_every_tree_is_lost_an_error_says_why_and_a_bug_in_a_policy_ends_all(
-        error, raised):
+def test_a_bug_in_a_policy_ends_all():
     async def policy(node, max_tokens, key):
-        raise error("no memory")
+        raise KeyError("no memory")
 
-    with pytest.raises(raised, match="no memory"):
+    with pytest.raises(KeyError, match="no memory"):
         asyncio.run(collect([evidence(0), evidence(1)], policy, None, RLMConfig()))
     assert asyncio.run(collect([], policy, None, RLMConfig())) == []
 
@@ -498,7 +496,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
 # --- a trained model, and the command line ------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
+def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeypatch):
     """As in a notebook, where a loop runs."""
     notes = tasks.make(tasks.load("notes"), random.Random(3), heldout=True)
     trained = rlm.RLM(ROOT / "assets" / "tiny")
@@ -510,6 +508,12 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop():
     outside = trained.completion(notes.query, notes.context)
     assert outside == notes.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
+
+    async def grown(task, *_):
+        return Node(answer=task.context)
+
+    monkeypatch.setattr(rlm, "rollout", grown)
+    assert trained.completion("Which?", {7: "a"}) == {"7": "a"}  # as the REPL has it
 
 
 def test_the_demo_shows_its_turns_then_answer_gold_and_score(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import json
 import random
 import traceback
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, c
     assert tasks.name_of(kind) == "qa" and len(read(str(path), kind)) == 6
     said = capsys.readouterr().out
     assert "so the task is qa" in said and "6 of 12 rows left out" in said
+    for both in ({"answer": "a", "answers": None}, {"answer": None, "answers": ["a"]}):
+        assert kind.read({"question": "q", "context": "c", **both})[2] == ["a"]
     path.write_text('{"text": "x"}')
     with pytest.raises(ValueError, match="qa: question, context"):
         tasks.load("", str(path))
@@ -188,7 +191,8 @@ def test_papers_and_evidence_may_be_json_in_a_string(tmp_path):
 
 
 @pytest.mark.parametrize("made", [
-    None, ("q", "c"), ("q", "c", "gold", 4), (1, "c", "gold"), ("q", None, "gold")])
+    None, ("q", "c"), ("q", "c", "gold", 4), (1, "c", "gold"), ("q", None, "gold"),
+    ("q", "c", {"a set"})])
 def test_what_a_users_file_returns_is_checked(made):
     kind = types.SimpleNamespace(__file__="mine.py", make=lambda *a, **b: made)
     with pytest.raises(ValueError, match="^mine: "):
@@ -238,3 +242,7 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
         return {text for task in tasks for text in task.context.values()}
 
     assert not texts(train) & texts(held)
+    lists = [replace(task, context=[*task.context.values()]) for task in chain + pairs]
+    assert [t.id for t in split(lists)[1]] == [t.id for t in held]  # whatever holds them
+    empty = [Task(str(i), "qa", "q", "" if i < 9 else "text", []) for i in range(10)]
+    assert len(split(empty)[1]) == 2  # where there is no text, none is shared

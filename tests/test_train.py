@@ -472,6 +472,14 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     assert "1e30" in args or not (tmp_path / "e").exists()
 
 
+def test_a_task_without_scripts_leaves_no_directory(tmp_path, monkeypatch):
+    mine, out = tmp_path / "mine.py", tmp_path / "e"
+    mine.write_text("def make(rng, **more):\n    return 'q', 'c', 'c'\n\n\n"
+                    "def score(task, answer):\n    return 0.0\n")
+    assert "give --model" in command(train, monkeypatch, "--task", mine, "--out", out)
+    assert not out.exists()
+
+
 def test_a_run_that_cannot_fit_stops_before_loading(
         short_run, tmp_path, monkeypatch, capsys):
     def never(*args, **more):

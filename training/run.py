@@ -1,15 +1,8 @@
 """The directory of a run: where a run starts from, and what it leaves.
 
-    OUT/run.json         the flags that it was started with
-    OUT/metrics.jsonl    one JSON line per step and per evaluation
-    OUT/checkpoints/     the last steps, to continue from (checkpoint.py)
-    OUT/init, warmup, best, final   models in the Hugging Face layout
-    OUT/trees/           the trees of the last steps: STEP.jsonl, and STEP.page for the page
-    OUT/report.html      scores, curves, and these trees, for people
-    OUT/result.json      the scores, when the run has ended
-
-Everything is written aside and renamed, so a run that is killed leaves no half file. Left
-out: two runs at the same time in one directory.
+docs/training.md lists its files. They are written aside and renamed, so a run that is
+killed leaves no half file; only metrics.jsonl is appended to. Left out: two runs at the
+same time in one directory.
 """
 import contextlib
 import ctypes
@@ -38,7 +31,7 @@ REPORT_SECONDS = 60.0  # between report pages
 KEPT_STEPS = 100  # whose trees are kept; docs/training.md says how large they are
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = "out resume plan steps tokens lr warmup_lr heldout log sandbox".split()
+MAY_CHANGE = "out resume steps tokens lr warmup_lr heldout log sandbox".split()
 
 
 @dataclass
@@ -113,7 +106,7 @@ class Run:
                                      f"change it to {now!r}")
         found = checkpoint.checkpoints(out) if config.resume else []
         if not found:
-            if config.resume and os.path.isdir(self.path("warmup")):  # GRPO had begun
+            if config.resume and os.path.isdir(self.path("trees")):  # GRPO had begun
                 raise ValueError(f"{out}: all checkpoints are gone; nothing can be resumed")
             return Start(config.model, State())
 

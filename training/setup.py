@@ -23,7 +23,7 @@ from engine.device import DEVICE
 from engine.parallel import World
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from model import Decoder, DecoderConfig
-from repl import Limits
+from repl import Limits, REPLError
 from rlm import RLMConfig
 from sampler import Sampler
 from tasks.questions import Questions
@@ -86,9 +86,7 @@ def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> S
     if run.state.phase == "warmup" and config.warmup not in ("", "scripts"):
         saved = saved_trees(config.warmup)
     if not start.weights:
-        if world.rank == 0:
-            run.claim()
-        make_tiny(run.path("init"), config, questions, world)
+        make_tiny(run, config, questions)
         world.gather(None)  # it can be read
         start = replace(start, weights=run.path("init"))
 
@@ -132,15 +130,17 @@ def tiny_rlm(kind: ModuleType) -> RLMConfig:
     return rlm.changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
 
 
-def make_tiny(path: str, config: Any, questions: Questions, world: World) -> None:
-    """A checkpoint made from nothing, written by rank 0: a tokenizer trained on the
+def make_tiny(run: Run, config: Any, questions: Questions) -> None:
+    """OUT/init, made from nothing and written by rank 0: a tokenizer trained on the
     conversations of scripted trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
     asked = (questions.playable[:TOKENIZER_TREES]
              or [tasks.make(questions.kind, rng) for rng in draws])
-    trees = scripted_trees(asked, None, tiny_rlm(questions.kind), "tokenizer", world)
-    if world.rank:
+    rlm_config, path = tiny_rlm(questions.kind), run.path("init")
+    trees = scripted_trees(asked, None, rlm_config, "tokenizer", run.world)
+    if run.world.rank:
         return
+    run.claim()
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -148,7 +148,7 @@ def make_tiny(path: str, config: Any, questions: Questions, world: World) -> Non
     model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
     model.save_pretrained(path)
     tokenizer.save(path)
-    tiny_rlm(questions.kind).save(os.path.join(path, "rlm.json"))
+    rlm_config.save(os.path.join(path, "rlm.json"))
 
 
 def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
@@ -208,6 +208,7 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
 
 def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]:
     """The tree of each job. Each rank grows its share, then all ranks have the same trees.
+    Raises REPLError if every one of them is lost.
 
     A share is neighbours in the list: two ranks that have trees of the same question both
     compute its prompt."""
@@ -216,5 +217,8 @@ def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]
     # Every rank knows the questions, so only the trees are exchanged.
     share = [(tree.root, tree.reward, tree.failed) for tree in rollouts]
     trees = [tree for part in world.gather(share) for tree in part]
-    return [Rollout(job.task, job.group, *tree)
-            for job, tree in zip(jobs, trees, strict=True)]
+    rollouts = [Rollout(job.task, job.group, *tree)
+                for job, tree in zip(jobs, trees, strict=True)]
+    if all(rollout.failed for rollout in rollouts):
+        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
+    return rollouts
