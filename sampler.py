@@ -22,8 +22,8 @@ preemptions do not change what it samples.
 
 Left out: swapping pages to the host, speculative decoding, priorities, several devices, two
 event loops that sample at the same time.
-Tried and failed: adapters beside the weights, which sample at 60 to 88 % of the speed of
-merged ones (on a CPU); gathering pages in each step, which took longer than attention.
+Adapters beside the weights sample at 60 to 88 % of the speed of merged ones (on a CPU).
+Tried and failed: gathering pages in each step, which took longer than attention.
 Sources: PagedAttention (arXiv 2309.06180), continuous batching (Orca, OSDI 2022), chunked
 prefill (2308.16369), prefix caching (SGLang, 2312.07104). Shapes: B requests, V vocabulary;
 more in engine/pages.py.
@@ -76,10 +76,10 @@ class Sampler:
     """Owns the KV cache. It samples from `model` itself, adapters included; or from a
     merged copy, if the weights are sharded or not of type `dtype`, or with `copy`.
 
-    `memory` is the size of the pool in bytes; by default what is free, up to four windows
-    per request. At most `batch` requests run at once, of at most `window` tokens each,
-    prompt included. `stats` counts tokens `computed`, `reused`
-    and `sampled`, `steps`, the `seconds` in them, and `preemptions`.
+    `memory` is the size of the pool in bytes; by default a share of what is free, up to
+    four windows per request. At most `batch` requests run at once, of at most `window`
+    tokens each, prompt included. `stats` counts tokens `computed`, `reused` and `sampled`,
+    `steps`, the `seconds` in them, and `preemptions`.
     """
 
     def __init__(self, model: Decoder, memory: int | None = None, batch: int = 64,
@@ -262,7 +262,7 @@ class Sampler:
                 n = min(n, budget)
                 budget -= n
             if n == 0:
-                break
+                continue
             while len(request.block_table) * self.cache.size < request.computed + n:
                 self.cache.new(request)
             step.append((request, n))

@@ -113,7 +113,7 @@ def window_bytes(config, itemsize: int, tokens: int) -> int:
 
 def spare_bytes(model, window: int, batch: int) -> int:
     """A pool for a program that has the device for itself: four windows per request, of
-    which a cache hardly uses more, or most of what is free."""
+    which a cache hardly uses more, or a share of what is free."""
     weight = model.lm_head.weight
     share = 0.8 if weight.is_cuda else 0.2
     whole = window_bytes(model.config, weight.itemsize, window)

@@ -282,6 +282,24 @@ def in_a_process(code, **environment):
                    env={**os.environ, "PYTHONPATH": path, **environment})
 
 
+def test_who_decodes_waits_for_no_prompt(monkeypatch):
+    """Two long prompts share what a step computes of prompts. Meanwhile a request whose
+    prompt another one has computed is sampled to its end."""
+    monkeypatch.setattr(sampler_module, "STEP_TOKENS", 4)
+    sampler, ended = Sampler(MODEL, memory=1 << 20, batch=4, window=WINDOW), []
+
+    async def ask(name, ids, tokens):
+        await sampler.generate(ids, tokens, key=(name,))
+        ended.append(name)
+
+    async def go():
+        await asyncio.gather(ask("first", [1] * 4, 2), ask("long", [2] * 40, 1),
+                             ask("longer", [3] * 40, 1), ask("sibling", [1] * 4, 2))
+
+    asyncio.run(go())
+    assert ended == ["first", "sibling", "long", "longer"]
+
+
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model, within", [(MODEL, 1e-4), (HYBRID_MODEL, 1e-9)])
 def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
