@@ -132,12 +132,9 @@ def test_rows_take_what_an_objective_says():
         make_rows([tree], {root: Credit([1.0], 1.0)}, GRPOConfig())
 
 
-@pytest.mark.parametrize("switches, says", [
-    (dict(credit="none"), "credit is 'none'"), (dict(updates=0), "updates is 0"),
-    (dict(length="batch"), "all tokens alike")])
-def test_a_wrong_or_inert_switch_is_refused(switches, says):
-    with pytest.raises(ValueError, match=says):
-        GRPOConfig(**switches)
+def test_an_inert_switch_is_refused():
+    with pytest.raises(ValueError, match="all tokens alike"):
+        GRPOConfig(length="batch")
 
 
 @pytest.mark.parametrize("ratio, advantage, surrogate, slope, clipped", [

@@ -18,15 +18,6 @@ SMALL = DecoderConfig(50, 32, 80, 3, 4, 2, 12, tie_word_embeddings=False)
 GB = 10 ** 9
 
 
-QWEN35_4B = replace(
-    QWEN3_4B, vocab_size=248_320, intermediate_size=9216, num_hidden_layers=32,
-    num_attention_heads=16, num_key_value_heads=4, head_dim=256,
-    model_type="qwen3_5_text",
-    layer_types=[*["linear_attention"] * 3, "full_attention"] * 8,
-    linear_conv_kernel_dim=4, linear_num_key_heads=16, linear_num_value_heads=32,
-    linear_key_head_dim=128, linear_value_head_dim=128)
-
-
 def of_family(family, **changes):
     """The small model as one of this family."""
     config = replace(SMALL, model_type=family, **changes)

@@ -463,21 +463,17 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
     (["--task", str(ROOT / "sandbox/__init__.py")], "has no function score"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["--model", "", "--task", "no_scripts.py"], "give --model"),
     (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("no_scripts.py").write_text("make = lambda rng, **more: ('q', 'c', 'c')\n"
+                                     "score = lambda task, answer: 0.0\n")
     message = command(train, monkeypatch, *SHORT, "--model", short_run / "init", "--out",
                       tmp_path / "e", *args)
     assert isinstance(message, str) and says in message and "\n" not in message
     assert not (tmp_path / "e" / "final").exists()
     assert "1e30" in args or not (tmp_path / "e").exists()
-
-
-def test_a_task_without_scripts_leaves_no_directory(tmp_path, monkeypatch):
-    mine, out = tmp_path / "mine.py", tmp_path / "e"
-    mine.write_text("def make(rng, **more):\n    return 'q', 'c', 'c'\n\n\n"
-                    "def score(task, answer):\n    return 0.0\n")
-    assert "give --model" in command(train, monkeypatch, "--task", mine, "--out", out)
-    assert not out.exists()
 
 
 def test_a_run_that_cannot_fit_stops_before_loading(

@@ -41,17 +41,6 @@ def as_dicts(node):
     return {**vars(node), "children": [as_dicts(child) for child in node.children]}
 
 
-def test_ids_mask_and_logprobs_are_the_turns_joined():
-    root = ragged()
-    assert root.ids == [1, 2, 3, 4, 5, 6, 7]
-    assert root.mask == [0, 0, 0, 1, 1, 0, 1]
-    assert root.logprobs == [0.0, 0.0, 0.0, -0.5, -1.25, 0.0, -3.0]
-    assert root.sampled == 3
-
-    api = root.children[2]
-    assert (api.ids, api.mask, api.logprobs, api.sampled) == ([], [], [], 0)
-
-
 def test_a_ragged_tree_survives_the_file(tmp_path):
     path = str(tmp_path / "trees.jsonl")
     task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
