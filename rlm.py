@@ -516,11 +516,8 @@ def main() -> None:
         else:
             context = {name: Path(name).read_text("utf-8", "replace")
                        for name in args.files}
-            if len(context) == 1:
-                context, = context.values()
-            elif not context:
-                sys.stdin.reconfigure(errors="replace")  # as files are read
-                context = sys.stdin.read()
+            if len(context) < 2:
+                context = "".join(context.values()) if context else sys.stdin.read()
             question = Task("question", "", args.question, context)
         root = ask(args, question)
     except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:

@@ -47,11 +47,9 @@ class API:
                     model=self.model, messages=messages, **self.sampling,
                     **{limit: max_tokens})
             choice, used = reply.choices[0], reply.usage
-            usage = {"prompt": int(used.prompt_tokens),
-                     "sampled": int(used.completion_tokens)}
+            usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
             stop = "length" if choice.finish_reason == "length" else "stop"
-            text = "" + (choice.message.content or "")  # raises TypeError for a list
-            return Completion(text, stop=stop, usage=usage)
+            return Completion(choice.message.content or "", stop=stop, usage=usage)
         except MISREAD as error:
             why = f"a reply that cannot be used, {error!r:.200}"
             raise Lost(f"{self.server['base_url']}: {why}") from None

@@ -1,6 +1,5 @@
 """The policy behind a server: what it asks, what it counts, and what goes wrong."""
 import asyncio
-import json
 
 import pytest
 
@@ -17,7 +16,6 @@ from tasks.in_repl import block
 from tree import Lost, Node, Refused, Sampling, Turn
 
 TASK = Task("t", "question", "What is it?", "the context")
-USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +86,7 @@ def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
 
 @pytest.mark.parametrize("raw", [
     "{", "<html>", "null", "[]", "{}", '{"choices": []}', '{"choices": null}',
-    '{"error": {"message": "busy"}}', '{"choices": [{"message": {"content": "hi"}}]}',
-    json.dumps({"choices": [{"message": {"content": [{"text": "hi"}]}}], "usage": USAGE}),
-    json.dumps({"choices": [{"message": {"content": "hi"}}],
-                "usage": USAGE | {"completion_tokens": None}})])
+    '{"error": {"message": "busy"}}', '{"choices": [{"message": {"content": "hi"}}]}'])
 def test_a_reply_that_cannot_be_used_loses_the_request(raw):
     with Stub(says="hi", raw=raw) as server, pytest.raises(Lost):
         complete(server, "q", max_retries=0)
