@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import FLAT, ROOT, SHORT, command
+from test_tasks import ROWS
 
 import rlm
 import tasks
@@ -103,18 +104,9 @@ def test_each_number_of_rlm_json_has_a_range():
                     rlm.changed(part, {name: odd}, "rlm.json")
 
 
-ROWS = {
-    "evidence": {"question": "q", "papers": [{"paperId": "p", "title": "t", "abstract": "a",
-                                               "text": "Some text."}],
-                 "evidence": [{"paperId": "p", "selections": [{"text": "Some text."}]}]},
-    "oolong": {"question": "q", "context_window_text": "c", "answer": "[7]",
-               "answer_type": "ANSWER_TYPE.NUMERIC"},
-}
-
-
 @pytest.mark.parametrize("kind", ROWS)
 def test_odd_rows_are_left_out_or_can_be_scored(kind, tmp_path):
-    row = ROWS[kind]
+    row, *_ = ROWS[kind]
     odd_rows = [row | {name: odd} for name in row for odd in ODD]
     odd_rows += [row | {"answer": text} for text in ("[entity", "5", "[]", "['many']")]
     if kind == "evidence":

@@ -13,7 +13,7 @@ from engine.packing import collate, micro_batches
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
                   credit, dealt, make_rows, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
-from training.metrics import Stats
+from training.metrics import Stats, describe
 from tree import Node, Rollout, Turn
 
 
@@ -329,3 +329,14 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
         assert distinct + 0.02 * sum(len(row.ids) for row in pack) <= 820
     again = 0 if ranks == 1 else len(packs) * shared  # so that each has as much to do
     assert sum(computed) <= 1.02 * distinct_tokens(rows) + again
+
+
+def test_a_step_is_described_by_the_trees_that_did_not_fail():
+    trees = [rollout(0.2, node((), 4, node((0,), 2))), rollout(0.8)]
+    trees += [rollout(0.5, group="alone"), rollout(1.0, failed="lost")]
+    row = describe(trees, credit(trees, GRPOConfig()))
+    assert row["reward"] == 0.5 and row["flat"] == 1 / 3  # the one without a comparison
+    assert (row["nodes"], row["tokens"]) == (4 / 3, 10 / 3)
+    assert row["reward_std"] == pytest.approx(0.15)  # 0.3 of the group, 0 of the lone tree
+    assert (row["tokens_d0"], row["tokens_d1"]) == (8 / 3, 2) and "score_d1" not in row
+    assert row["failed"] == 1 and row["failures"] == {"lost": 1}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHORT, command
-from safetensors.torch import load_file
 from test_model import SHAPES, build, distance, some_ids
 from test_sampler import HYBRID
+from test_train import weights
 
 import train
 from engine import device, hf
@@ -99,10 +99,6 @@ def test_peft_loads_the_adapters_to_the_same_logits(rank, shape, changes, tmp_pa
 
 
 # --- runs ---------------------------------------------------------------------------------
-
-def weights(path):
-    return load_file(Path(path, "model.safetensors"))
-
 
 def test_a_run_with_adapters_changes_nothing_else(
         objective, short_run, tmp_path, monkeypatch):
