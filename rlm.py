@@ -464,9 +464,10 @@ class RLM:
 
         model = open_checkpoint(model_dir)
         positions = model.config.max_position_embeddings
-        self.config = load_config(model_dir, positions, sandbox, changes)
+        config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
-        self.sampler = Sampler(model, batch=batch, window=self.config.window)
+        self.sampler = Sampler(model, batch=batch, window=config.window)
+        self.config = replace(config, window=self.sampler.window)  # what has room
         self.policy = local_policy(self.sampler, self.tokenizer, sampling)
         self.seed = seed
 

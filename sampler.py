@@ -78,7 +78,7 @@ class Sampler:
 
     `memory` is the size of the pool in bytes; by default a share of what is free, up to
     four windows per request. At most `batch` requests run at once, of at most `window`
-    tokens each, prompt included. `stats` counts tokens `computed`, `reused` and `sampled`,
+    tokens each, prompt included, and no more than the pool holds. `stats` counts tokens `computed`, `reused` and `sampled`,
     `steps`, the `seconds` in them, and `preemptions`.
     """
 
@@ -95,6 +95,7 @@ class Sampler:
         self.attention = attention_for(self.model, memory, self.window, batch)
         self.pool, self.batch = self.attention.pool, self.attention.batch
         self._forget()
+        self.window = min(self.window, self.cache.count * self.cache.size)
         self.waiting: list[Request] = []  # in order of arrival
         self.running: list[Request] = []  # in the order in which they started
         self.engine: asyncio.Task | None = None
@@ -122,14 +123,12 @@ class Sampler:
 
         `logprobs` are those at temperature 1. `key` seeds the sampling. Raises
         SamplerError."""
-        if not ids or max_tokens < 1:
-            raise SamplerError("a request needs at least one token and one to sample")
         if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise SamplerError("ids outside the model's vocabulary")
-        limit = min(self.window, self.cache.count * self.cache.size)
-        room = limit - len(ids)
+        room = self.window - len(ids)
         if room < 1:
-            raise SamplerError(f"{len(ids)} tokens leave no room in a window of {limit}")
+            raise SamplerError(
+                f"{len(ids)} tokens leave no room in a window of {self.window}")
 
         seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
         n = min(max_tokens, room)
@@ -161,15 +160,15 @@ class Sampler:
                     return  # at once, because the next request may be of another event loop
                 await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine
-            for page in [page for r in self.running for page in r.block_table]:
-                self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
             lost = self.waiting + self.running
             self.waiting, self.running = [], []
-            self._forget()
-            self.attention.reset()
-            for request in lost:
+            for request in lost:  # first: what follows fails as well if the device is lost
                 if not request.done.done():
                     request.done.set_exception(SamplerError(f"engine failed: {error!r}"))
+            for page in [page for r in lost for page in r.block_table]:
+                self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
+            self._forget()
+            self.attention.reset()
             if not isinstance(error, Exception):
                 raise
 

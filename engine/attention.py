@@ -4,8 +4,6 @@ update, where a common prefix is computed once. engine/pages.py has it for the s
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen. Linear layers have others: engine/delta.py.
 """
-import contextlib
-import inspect
 from functools import cached_property
 from itertools import accumulate
 
@@ -19,16 +17,7 @@ from engine.delta import Runs, convolve, rule, taps
 from engine.device import wide
 from engine.packing import by_prefix
 
-varlen_attn = None
-if torch.cuda.is_available():  # only there is it used, and it takes a second to load
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new shape
-    with contextlib.suppress(ImportError):
-        from torch.nn.attention.varlen import varlen_attn
-        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-            varlen_attn = None  # before torch 2.12: SDPA, row by row
-# Where flash attention splits the keys of a call over pages, it writes the results of all
-# requests to one place (pytorch/pytorch#194167). torch 2.12 never does, nor can be told.
-UNSPLIT = {"num_splits": 1} if torch.__version__ >= "2.13" else {}
+torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new shape
 CONVERTED = 1024  # rows of a matrix that a CPU converts at once, as they stay in its cache
 
 
@@ -110,22 +99,16 @@ class PackedRows(Rows):
         # If nothing is shared, the keys of the rows are those that are computed.
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
-        # Where each row begins, and where the last ends: (B + 1,).
-        self.starts = [tensor(np.cumsum((0, *n))).int() for n in (self.new, self.all)]
         # SDPA's own causal mask begins at the first key. Rows that share need another.
         self.masks = [None if n == all else lower_right(n, all, device)
                       for n, all in counts]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the model calls in every layer: q and the result (1, H, C, E), k and v
-        (1, K, C, E). All rows in one call where there is a kernel for it, else each."""
+        (1, K, C, E). One row after another."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # C H E, C K E, C K E
         if self.keys is not None:
             k, v = gather(k, self.keys), gather(v, self.keys)  # S K E
-        if varlen_attn and q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0:
-            out = varlen_attn(q, k, v, *self.starts, max(self.new), max(self.all),
-                              window_size=(-1, 0), enable_gqa=True)  # C H E
-            return out.transpose(0, 1)[None]  # 1 H C E
         parts = zip(q.split(self.new), k.split(self.all), v.split(self.all), self.masks)
         return torch.cat([causal(*part) for part in parts], 2)  # 1 H C E
 

@@ -27,15 +27,15 @@ def compute_dtype(path: str = "") -> torch.dtype:
     """What layers compute in, and the type of weights that are not trained. Trained weights
     are float32 all the same.
 
-    bfloat16 on a GPU that multiplies in it. On a CPU it is that as well if the processor
-    does and the checkpoint at `path` has weights of 16 bits; otherwise float32. Raises
+    bfloat16 on a GPU. On a CPU as well, if the processor multiplies in it and the
+    checkpoint at `path` has weights of 16 bits; otherwise float32. Raises
     FileNotFoundError or ValueError, one line, for what is no checkpoint."""
     stored = "float32"
     if path:
         raw = hf.read_config(os.path.join(path, hf.CONFIG))
         stored = raw.get("dtype", raw.get("torch_dtype", stored))
     if DEVICE == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float32
+        return torch.bfloat16
     fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast and stored in ("bfloat16", "float16") else torch.float32
 

@@ -15,7 +15,7 @@ query and K key/value heads, G = H / K, E head_dim, T tokens of a row, V vocabul
 import contextlib
 import os
 import sys
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import delta
-from engine.attention import UNSPLIT, causal, linear_float32, lower_right, varlen_attn
+from engine.attention import causal, linear_float32, lower_right
 from engine.device import free_bytes
 from engine.states import STATES_PER_WINDOW, States, StepRows, state_bytes, zeros
 
@@ -183,7 +183,7 @@ class Prompts:
 
 
 class GatheredRows:
-    """SDPA over rows of keys and values, for CPUs and for GPUs without Triton.
+    """SDPA over rows of keys and values, wherever FlashPages cannot be used.
 
     To gather the pages in every step would take longer than the attention itself. So each
     request that decodes has its keys and values a second time, side by side in a row. They
@@ -278,13 +278,13 @@ class GatheredRows:
 
 
 class FlashPages:
-    """Reads the pages in place, for CUDA. Requests that decode attend with the kernel in
-    engine/decode.py, prompts in one call of varlen_attn, or each by itself without it.
+    """For CUDA. Requests that decode read their pages in place, with the kernel in
+    engine/decode.py.
 
     The part of a step that decodes is replayed as a CUDA graph for the next larger batch
     size. The largest is captured first, as the others use its memory. The rows that fill a
     batch up write into page 0, which no request owns."""
-    page = 256  # tokens of a page: what varlen_attn takes, and a span of the kernel has
+    page = 256  # tokens of a page, and of a span of the kernel
 
     def __init__(self, model, pool: Tensor, states: States | None, window: int, batch: int):
         self.model, self.pool, self.states, self.batch = model, pool, states, batch
@@ -314,20 +314,11 @@ class FlashPages:
         """Several tokens of each request, all in one pass: the logits of those requests
         that sample."""
         ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
-        new, ends = zip(*((n, request.computed + n) for request, n in step))
-        starts, seen = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32,
-                                     device=self.pool.device) for counts in (new, ends))
-        table_BP = self._inputs(step, len(step))[:, 3:].contiguous().to(self.pool.device)
-        one_by_one = Prompts(step, 0, self.pool) if varlen_attn is None else None
+        prompts = Prompts(step, 0, self.pool)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q = self._write(layer, slots_N, q, k, v)
-            if one_by_one:
-                out = one_by_one.attend(layer, q, torch.empty_like(q))
-            else:
-                out = varlen_attn(q, *self.pool[layer], starts, seen, max(new), max(ends),
-                                  window_size=(-1, 0), enable_gqa=True,
-                                  seqused_k=seen.diff(), block_table=table_BP, **UNSPLIT)
+            out = prompts.attend(layer, q, torch.empty_like(q))
             return out.transpose(0, 1)[None]  # 1 H N E
 
         rows = StepRows(attend, delta_step, self.states, ids_N[:0], step)

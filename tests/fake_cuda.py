@@ -2,7 +2,7 @@
 type and a shape, but no values. An operation on two devices or types fails.
 
 It cannot see: what is special about "cuda" (autograd asks the driver about that, so the
-device is "lazy" here); kernels of Triton, varlen_attn and AdamW, of which only arguments
+device is "lazy" here); kernels of Triton and AdamW, of which only arguments
 are checked; which kernel SDPA takes; graphs and streams (a capture runs its code once, a
 replay does nothing); values (what the host reads is made up); inference mode, time, FSDP.
 """
@@ -15,7 +15,7 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.nn.attention import bias, varlen
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 GPU, BF16, VOCABULARY = "lazy:0", torch.bfloat16, 312
@@ -34,17 +34,6 @@ class Kernel:
 
 def check(tensor, dtype):
     assert tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == dtype
-
-
-def checked_varlen(q, k, v, *starts, seqused_k=None, block_table=None, **more):
-    paged = () if block_table is None else (seqused_k, block_table)
-    for indices in (*starts[:2], *paged):
-        check(indices, torch.int32)
-    assert q.is_cuda and q.dtype == k.dtype == v.dtype == BF16
-    assert more["window_size"] == (-1, 0) and (not paged or k.shape[1] % 256 == 0)
-    assert not paged or (more.get("num_splits") == 1) == (torch.__version__ >= "2.13")
-    return varlen.varlen_attn(
-        q, k, v, *starts, seqused_k=seqused_k, block_table=block_table, **more)
 
 
 @contextlib.contextmanager
@@ -157,15 +146,11 @@ def sample(rank=0, copy=False, flash=True, hybrid=False):
     assert flash or sampler.pool.nbytes < 9 << 20  # the other half is for rows
 
 
-has_varlen = engine.attention.varlen_attn is not None  # torch 2.12 and later
 for case, how in [
-        (update, {}), (update, {"varlen": False}), (update, {"rank": 4, "recompute": True}),
-        (update, {"empty": True}), (update, {"empty": True, "rank": 4, "varlen": False}),
-        (sample, {}), (sample, {"flash": False}), (sample, {"rank": 4, "varlen": False}),
-        (sample, {"rank": 4, "copy": True}), (update, {"hybrid": True, "rank": 4}),
-        (update, {"hybrid": True, "recompute": True}), (sample, {"hybrid": True}),
-        (sample, {"hybrid": True, "flash": False})]:
-    packed = how.pop("varlen", True) and has_varlen
-    pages.varlen_attn = engine.attention.varlen_attn = checked_varlen if packed else None
+        (update, {}), (update, {"rank": 4, "recompute": True}), (update, {"empty": True}),
+        (update, {"empty": True, "rank": 4}), (sample, {}), (sample, {"flash": False}),
+        (sample, {"rank": 4}), (sample, {"rank": 4, "copy": True}),
+        (update, {"hybrid": True, "rank": 4}), (update, {"hybrid": True, "recompute": True}),
+        (sample, {"hybrid": True}), (sample, {"hybrid": True, "flash": False})]:
     with FakeTensorMode(allow_non_fake_inputs=True), Watch():
         case(**how)

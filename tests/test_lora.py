@@ -134,7 +134,3 @@ def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_checkpoint_has_16_bits(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast},
                         raising=False)
     assert device.compute_dtype(str(tmp_path)) == getattr(torch, want)
-    monkeypatch.setattr(device, "DEVICE", "cuda")
-    for new, want in ((True, torch.bfloat16), (False, torch.float32)):  # as of an A100
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated, new=new: new)
-        assert device.compute_dtype(str(tmp_path)) == want

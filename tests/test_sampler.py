@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,7 +24,6 @@ from tree import Sampling
 
 VOCAB, WINDOW = 29, 48
 GREEDY = Sampling(0)
-SPLITS = torch.__version__ >= "2.13"  # varlen_attn, over pages, unless told not to
 
 
 HYBRID = dict(
@@ -174,34 +172,11 @@ def slow_decode(q, keys, values, lengths, tables):
     return out
 
 
-def slow_varlen(q, keys, values, starts, seen, most, longest, window_size, enable_gqa,
-                seqused_k, block_table, num_splits=None, unsplit=16):
-    """What torch says of varlen_attn over pages: each token is a request that decodes. And
-    what it does where it splits more than `unsplit` keys: all requests write to one place.
-    On a GPU these are 128 keys, or 256."""
-    assert window_size == (-1, 0) and enable_gqa and (SPLITS or num_splits is None)
-    assert starts.dtype == seen.dtype == seqused_k.dtype == torch.int32
-    new = starts.diff()
-    assert new.max() == most and seqused_k.max() == longest
-    assert torch.equal(seen.diff(), seqused_k)
-    row = torch.arange(len(new)).repeat_interleave(new)  # the request of each token
-    after = starts[1:][row] - torch.arange(len(q))  # tokens from it to the row's end
-    lengths = (seqused_k[row] - after + 1).int()
-    out = slow_decode(q, keys, values, lengths, block_table[row].contiguous())
-    if SPLITS and num_splits != 1 and longest > unsplit:
-        parts, out = out.split(new.tolist()), torch.zeros_like(out)
-        for part in parts:
-            out[:len(part)] = part
-    return out
-
-
-@pytest.fixture(params=["rows", "flash", "packed"])
+@pytest.fixture(params=["rows", "flash"])
 def attention(request, monkeypatch):
-    """All ways to attend; with kernels written from their docstrings."""
+    """Both ways to attend; with a kernel written from its docstring."""
     if request.param != "rows":
         monkeypatch.setattr(engine.pages, "decode", slow_decode)
-        if request.param == "packed":  # prompts, too
-            monkeypatch.setattr(engine.pages, "varlen_attn", slow_varlen)
         monkeypatch.setattr(engine.pages, "can_flash", lambda *_: True)
         assert isinstance(make().attention, engine.pages.FlashPages)
     return request.param
@@ -488,8 +463,6 @@ def test_new_weights_reach_the_sampler_with_load(copy):
 # --- failures -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("pool, ids, max_tokens, message", [
-    (4096, [], 5, "at least one"),
-    (4096, [1], 0, "at least one"),
     (4096, [VOCAB], 5, "vocabulary"),
     (4096, [1] * WINDOW, 5, f"window of {WINDOW}"),
     (24, [1] * 24, 1, "window of 24")])
@@ -547,6 +520,21 @@ def test_after_an_exception_in_the_model_the_sampler_works_again(monkeypatch):
     asyncio.run(main())
 
 
+def test_no_request_waits_for_a_device_that_is_lost(monkeypatch):
+    """Then nothing can be put in order either."""
+    def lost(*_):
+        raise RuntimeError("unspecified launch failure")
+
+    async def main():
+        sampler = make(batch=2)
+        for name in ("forward", "reset"):
+            monkeypatch.setattr(sampler.attention, name, lost)
+        done = gather(*(sampler.generate([1, 2, i], 3) for i in range(5)))
+        return await asyncio.wait_for(done, 20)
+
+    assert all("launch failure" in str(error) for error in asyncio.run(main()))
+
+
 def test_a_loop_that_ends_under_running_requests_leaves_a_sampler_that_works():
     sampler = make(batch=2)
 
@@ -593,15 +581,3 @@ def test_the_kernel_compiles_for_a_gpu_without_one():
     within the shared memory of an A100."""
     pytest.importorskip("triton")
     in_a_process(COMPILED)
-
-
-@pytest.mark.skipif(not SPLITS, reason="varlen_attn never splits keys over pages")
-@pytest.mark.parametrize("attention", ["packed"], indirect=True)
-def test_the_self_check_finds_keys_that_were_split(attention, monkeypatch):
-    """Of as many as a GPU splits."""
-    monkeypatch.setattr(engine.pages, "varlen_attn", partial(slow_varlen, unsplit=256))
-    model = build(max_position_embeddings=384)
-    for told, right in ((engine.pages.UNSPLIT, engine.pages.FlashPages),
-                        ({}, engine.pages.GatheredRows)):
-        monkeypatch.setattr(engine.pages, "UNSPLIT", told)
-        assert type(make(model, window=384, page=256).attention) is right
