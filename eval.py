@@ -79,7 +79,7 @@ def read_flags() -> argparse.Namespace:
         "the checkpoint was trained as, else rlm1)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     add("--top-p", type=float, default=1.0, help="share to sample from (default 1.0: all)")
-    add("--sandbox", default="auto", choices=("require", "auto", "off"),
+    add("--sandbox", default="auto", choices=rlm.CHOICES["sandbox"],
         help="namespaces around the REPL (default auto: where possible)")
     add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
         "path/to/my_task.py (default: what the checkpoint was trained on, else notes; with "
@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace) -> None:
     """Put every question to every method, and print the scores."""
     tokenizer = None
     config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
-    specs = args.tasks or [config.task]
+    specs = args.tasks or [rlm.task_of(config)]
     if args.data and not args.tasks and not hasattr(tasks.load(config.task), "read"):
         specs = [""]  # what it was trained on reads no files: the rows decide
     loaded = [tasks.load(spec, args.data) for spec in specs]

@@ -230,31 +230,14 @@ class Worker:
 
     def loop(self) -> None:
         """Run what the client sends."""
-        while True:
-            self.turn()
-
-    @classmethod
-    def rehearse(cls) -> None:
-        """In the server: fill the caches that code fills when it first runs. A worker would
-        copy each page that it writes to."""
-        for _ in range(12):
-            ours, theirs = socket.socketpair()
-            worker = cls(theirs, Limits())
-            start = {"context": "", "tools": "", "question": ""}
-            for kind, message in (b"S", start), (b"X", {"code": "FINAL(1)"}):
-                ours.sendall(frame(kind, message, 1))
-                worker.turn()
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-
-    def turn(self) -> None:
-        """Run one message."""
-        kind, data = self.receive()
         sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
-        self.capture.empty()
-        self.open, self.ending = True, False
-        self.called = Counter()  # how often the code called each tool
-        handle = self.start if kind == b"S" else self.block
-        handle(**json.loads(data[HEADER.size:]))
+        while True:
+            kind, data = self.receive()
+            self.capture.empty()
+            self.open, self.ending = True, False
+            self.called = Counter()  # how often the code called each tool
+            handle = self.start if kind == b"S" else self.block
+            handle(**json.loads(data[HEADER.size:]))
 
     def start(self, context: Any, tools: str, question: str) -> None:
         """Fill the namespace."""

@@ -386,6 +386,15 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     return replace(config, window=min(config.window, positions), limits=limits)
 
 
+def task_of(config: RLMConfig, given: str = "") -> str:
+    """The task that is given, else that of the training. Raises ValueError if that is a
+    file: whoever opens a checkpoint from elsewhere must not run its code."""
+    if not given and util.is_path(config.task):
+        raise ValueError(f"the model's task is a program, {config.task}: name it, if it may "
+                         "run (--task; eval.py: --tasks)")
+    return given or config.task
+
+
 CHOICES = {"style": ("full", "brief"), "sandbox": ("require", "auto", "off")}
 MOST = 1e9  # the largest value of each number
 
@@ -452,11 +461,11 @@ class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
     `trace` holds the root of the last tree. `changes` is a file with fields of rlm.json;
-    its `task` decides the prompts, and is that of the model's training."""
+    `task` is whose prompts and tools are used, by default the model's."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
-                 sandbox: str = "auto", batch: int = 8, changes: str = ""):
+                 sandbox: str = "auto", batch: int = 8, changes: str = "", task: str = ""):
         import engine  # before torch: it says how torch's threads wait
         from model import open_checkpoint
         from sampler import Sampler
@@ -469,14 +478,14 @@ class RLM:
         self.sampler = Sampler(model, batch=batch, window=config.window)
         self.config = replace(config, window=self.sampler.window)  # what has room
         self.policy = local_policy(self.sampler, self.tokenizer, sampling)
-        self.seed = seed
+        self.seed, self.task = seed, task
 
     def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
         """The answer: any JSON value, or None. In a notebook await `acompletion`."""
         return asyncio.run(self.acompletion(query, context, verbose))
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        kind = tasks.kind_of(self.config.task)
+        kind = tasks.kind_of(task_of(self.config, self.task))
         task = Task("question", kind, query, json_value(context))
         policy = aloud(self.policy) if verbose else self.policy
         self.trace = await rollout(
@@ -500,6 +509,8 @@ def main() -> None:
     add("--task", default="", help="whose prompts and tools are used: a name, or "
         "path/to/my_task.py (default: that of the model's training)")
     add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
+    add("--sandbox", default="auto", choices=CHOICES["sandbox"],
+        help="namespaces around the REPL (default auto: where possible)")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     add("--top-p", type=float, default=1.0, help="share to sample from (default 1.0: all)")
@@ -539,16 +550,16 @@ def ask(args: argparse.Namespace, question: Task) -> Node:
     if args.api:
         from baselines.api import API
         policy, tokenizer = API(args.api, args.api_model, sampling), None
-        config = load_config("", changes=args.rlm)
+        config = load_config("", sandbox=args.sandbox, changes=args.rlm)
     else:
         print(f"loading {args.model}", file=sys.stderr)
-        model = RLM(args.model, sampling, args.seed, changes=args.rlm)
+        model = RLM(args.model, sampling, args.seed, args.sandbox, changes=args.rlm)
         policy, tokenizer, config = model.policy, model.tokenizer, model.config
         if not config.task:
             print("it was not trained for this (its rlm.json names no task), so its answer "
                   "is a guess", file=sys.stderr)
     if not question.kind:
-        kind = tasks.kind_of(args.task or config.task)
+        kind = tasks.kind_of(task_of(config, args.task))
         question = replace(question, kind=kind)
     return asyncio.run(rollout(question, aloud(policy), tokenizer, config, (args.seed,)))
 

@@ -3,10 +3,10 @@ goes through the same code.
 
 FSDP2 shards the weights, their gradients and the optimizer, layer by layer. On a GPU what
 is trained is float32, layers compute in bfloat16, and gradients are summed over packs and
-ranks in float32. The
-frozen reference of a KL term is sharded, too. Nothing else is: each rank samples its own
-trees from a full copy of the weights, without any communication. What the ranks exchange
-(trees, sums of statistics) are Python objects. They go through `gather`, over gloo.
+ranks in float32. The frozen reference of a KL term is sharded, too. Nothing else is: each
+rank samples its own trees from a full copy of the weights, without any communication. What
+the ranks exchange (trees, sums of statistics) are Python objects. They go through `gather`,
+over gloo.
 
 A rank that fails prints why and ends; then torchrun ends the others. Ranks end when
 torchrun ends.

@@ -2,7 +2,7 @@
 
 A frame is a length of 4 bytes, a kind of 1 byte, and a payload of that length in JSON:
 
-    client:  S {"context": ..., "tools": ...}    start; the first block comes at once
+    client:  S {"context": ..., ...}             start; the first block comes at once
              X {"code": ...}                     execute a block
              R [answer, ...]                     the answers to a query
     worker:  S error                             it has started, or why it has not

@@ -154,10 +154,11 @@ class Slot:
     wall: float = 0.0  # seconds by the wall clock, until the clock last stood
     since: float = 0.0  # when it began to run again
     before: float = 0.0  # processor time before the block
-    read: float = 0.0  # the same, when it was last read
     deadline: float = 0.0  # when to look at the clock again
 
     def run_clock(self) -> None:
+        if self.state == "idle":  # what ran between two blocks is not the block's
+            self.wall, self.before = 0.0, processor_seconds(self.pid)
         self.state, self.since = "running", time.monotonic()
         self.deadline = self.since + self.limit / CORES
         if self.wall:  # otherwise the block begins, and there is nothing to read
@@ -172,8 +173,8 @@ class Slot:
         """Seconds of the block: of processors, or a tenth of the wall clock where that is
         more. So it hardly matters what else runs on the machine."""
         running = time.monotonic() - self.since if self.state == "running" else 0.0
-        self.read = processor_seconds(self.pid)
-        return max(self.read - self.before, (self.wall + running) / WALL)
+        spent = processor_seconds(self.pid) - self.before
+        return max(spent, (self.wall + running) / WALL)
 
     def look(self) -> bool:
         """Whether the block's seconds are used up. Else it is looked at again before all
@@ -196,6 +197,11 @@ def processor_seconds(pid: int) -> float:
                 with open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file:
                     below += map(int, file.read().split())
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def time_of(slot: Slot) -> bytes:
+    """The frame that tells how long the block ran."""
+    return frame(b"T", slot.used(), slot.limits.frame_mb)
 
 
 class Server:
@@ -297,7 +303,7 @@ class Server:
                 if slot.state != "running" or kind not in (b"Q", b"D"):
                     raise ValueError(f"{kind!r} while {slot.state}")
                 slot.stop_clock("asking" if kind == b"Q" else "idle")
-                slot.client.write(data if kind == b"Q" else self.time_of(slot) + data)
+                slot.client.write(data if kind == b"Q" else time_of(slot) + data)
         except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open
@@ -310,18 +316,12 @@ class Server:
         slot.started, slot.limit = True, slot.limits.seconds
         slot.run_clock()
 
-    def time_of(self, slot: Slot) -> bytes:
-        """The frame that tells how long the block ran. Resets its clock."""
-        data = frame(b"T", slot.used(), slot.limits.frame_mb)
-        slot.wall, slot.before = 0.0, slot.read
-        return data
-
     def end(self, slot: Slot, died: str, error: str) -> None:
         """Kill the worker and tell the client why. The client's socket stays open."""
         if slot.state == "dead":
             return
         slot.stop_clock("dead")
-        ran = self.time_of(slot)
+        ran = time_of(slot)
         self.kill(slot)
         kind, result = b"D" if slot.started else b"F", {"error": error, "died": died}
         slot.client.write(ran + frame(kind, result, slot.limits.frame_mb))
@@ -404,7 +404,6 @@ def main(worker: type) -> None:
     parent = os.open(os.path.dirname(base), os.O_PATH)
     if chosen.namespaces:
         chosen.build(base)
-    worker.rehearse()
     gc.collect()
     gc.freeze()  # later collections do not touch the pages that the workers share
     if os.fork() == 0:

@@ -59,9 +59,6 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     if not util.is_path(spec):
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")
-    if not Path(spec).is_file():
-        raise ValueError(f"{spec}: no such file. If it is the task that rlm.json names, "
-                         "give its new place as --task (eval.py: --tasks)")
     kind = util.load_file(spec)
     name = name_of(kind)
     if name in NAMES or _files.setdefault(name, kind) is not kind:

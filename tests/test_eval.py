@@ -120,13 +120,17 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
 
-def test_a_task_that_has_moved_is_asked_at_its_new_place(command, short_run, tmp_path):
+def test_a_checkpoint_runs_no_code_of_its_own(command, short_run, tmp_path):
+    """Its task is a file: that has to be named."""
     model = tmp_path / "model"
     shutil.copytree(short_run / "final", model)
+    (model / "task.py").write_text("raise SystemExit('it ran')")
     saved = json.loads((model / "rlm.json").read_text())
-    (model / "rlm.json").write_text(json.dumps(saved | {"task": "/gone/task.py"}))
+    (model / "rlm.json").write_text(json.dumps(saved | {"task": str(model / "task.py")}))
     flags = "--model", model, "--data", PAPERS, "--n", 1
-    assert "/gone/task.py" in command(*flags)[0]
+    assert f"is a program, {model}/task.py: name it" in command(*flags)[0]
+    with pytest.raises(ValueError, match="name it"):
+        rlm.RLM(model).completion("q", "c")
     assert command(*flags, "--tasks", "evidence")[0] is None
 
 

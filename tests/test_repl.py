@@ -281,6 +281,20 @@ def test_processes_of_a_block_count_together_and_those_of_its_threads():
         assert run(code, seconds=0.5)[0].died == "timeout"
 
 
+def test_what_runs_between_two_blocks_is_not_the_next_ones():
+    """As while a sampler takes its time."""
+    busy = ("import threading, time\nend = time.monotonic() + 1\ndef work():\n"
+            "  while time.monotonic() < end: pass\nthreading.Thread(target=work).start()")
+
+    async def go():
+        async with REPL("") as repl:
+            await repl.execute(busy)
+            await asyncio.sleep(1.2)
+            return await repl.execute("print(1)")
+
+    assert asyncio.run(go()).seconds < 0.2
+
+
 @BOTH
 def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
     fork = "import os\nif os.fork() == 0:\n  while True: pass\nllm_query('')"

@@ -161,7 +161,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
     ("````repl\nx\n```", None), ("```repl  \nx = ' ```'\n```", "x = ' ```'\n"),
     # An open block holds all fences that are shorter.
     ("````repl\nx\n```repl\ny\n```\n````", "x\n```repl\ny\n```\n"),
-    # A thought is no code, also where the prompt has opened it, or where it does not end.
+    # A thought that opens a message is no code, also where it does not end.
     ("<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", "b\n"),
     ("<think>\n```repl\na\n```\n", None),
     ("```repl\nx = '<think>'\n```", "x = '<think>'\n"),

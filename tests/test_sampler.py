@@ -530,7 +530,10 @@ def test_no_request_waits_for_a_device_that_is_lost(monkeypatch):
         for name in ("forward", "reset"):
             monkeypatch.setattr(sampler.attention, name, lost)
         done = gather(*(sampler.generate([1, 2, i], 3) for i in range(5)))
-        return await asyncio.wait_for(done, 20)
+        done = await asyncio.wait_for(done, 20)
+        with pytest.raises(RuntimeError):
+            await sampler.engine
+        return done
 
     assert all("launch failure" in str(error) for error in asyncio.run(main()))
 
