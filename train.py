@@ -51,7 +51,7 @@ from repl import REPLError
 from rlm import EVERY_SECONDS
 from sampler import Sampler, SamplerError
 from training import settings, steady
-from training.metrics import Clock, Stats, shares
+from training.metrics import Clock, means, shares, totals
 from training.run import Run, Start, State, flags_of_run, resuming
 from training.scores import evaluate
 from training.settings import RunConfig, UpdateConfig, WarmupConfig
@@ -92,8 +92,8 @@ def main() -> None:
 
 
 def train(config: Config, world: World) -> None:
-    """One run: the warm-up and GRPO, with an evaluation after each. With --plan only what
-    it needs: no weights are read, and nothing is written."""
+    """One run: the warm-up and GRPO, with an evaluation after each. With --plan it only
+    prints what the run needs: no weights are read, and nothing is written."""
     setup = prepare(config, world, *objective_of(config))
     if config.plan:
         return
@@ -230,8 +230,6 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     config, run, questions = setup.config, setup.run, setup.questions
     state, reference = run.state, reference_of(setup)
-    if state.silent == SILENT_STEPS:  # it had stopped, and is continued
-        state.silent = 0
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
@@ -264,26 +262,27 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
     measured: means over all tokens; and of the worst step the gradient's norm before
     clipping, how much the policy forgot, and the share of the step that is left."""
     config, plan, world = setup.config, setup.plan, setup.run.world
-    lr, stats = learning_rate(config, setup.run.state), Stats()
+    lr, sums = learning_rate(config, setup.run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     batches = [(rows, packing.packs(rows, plan, world, DEVICE)) for rows in batches if rows]
     for _, packs in batches:  # of all, before the first step
         grpo.add_log_probabilities(packs, config, model, reference)
     for rows, packs in batches:
-        part, watch = Stats(), steady.Watch(model, rows, plan, world)
+        part, watch = Counter(), steady.Watch(model, rows, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
             loss, watched = policy_loss(logprobs, entropy, pack, config, setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
-            part += Stats.of(loss, watched)
-        part = sum(world.gather(part), Stats())
-        norm = optimizer_step(model, optimizer, lr, part.loss)
+            part.update(totals(loss, watched))  # adds
+        parts = world.gather(part)
+        norm = optimizer_step(model, optimizer, lr, sum(part["loss"] for part in parts))
         forgot, left = steady.shorten(optimizer, watch.forgot)
         measured |= {"grad_norm": max(norm, measured["grad_norm"]),
                      "forgot": max(forgot, measured["forgot"]),
                      "step_left": min(left, measured["step_left"])}
-        stats += part
-    return stats.metrics(len(batches)) | measured
+        for part in parts:
+            sums.update(part)
+    return means(sums, len(batches)) | measured
 
 
 def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,

@@ -38,7 +38,7 @@ NAMES = ("notes", "evidence", "deep", "qa", "oolong")
 @dataclass(frozen=True)
 class Task:
     id: str
-    kind: str  # one of NAMES, or the stem of a user's file
+    kind: str  # one of NAMES, the stem of a user's file, or "question"
     query: str
     context: Any  # str, list[str] or dict[str, str]; deep has nested lists
     answer: Any = None  # the gold

@@ -84,8 +84,9 @@ def block(code: str) -> str:
 
 
 def word_of(task) -> str:
-    """The quoted word of the question, else its longest word that the context contains."""
-    quoted = re.search(r'"([^"\n]+)"', task.query)
+    """The quoted word of the question, if it may stand in code, else its longest word that
+    the context contains."""
+    quoted = re.search(r'"([^"\'\\\n]+)"', task.query)
     if quoted:
         return quoted[1]
     text = str(task.context)

@@ -1,17 +1,15 @@
-"""oolong: label every line, then count (OOLONG, arXiv 2511.02817).
+"""oolong: label every line, then count (OOLONG, 2511.02817). Rows come from --data alone.
 
 Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 **
-|error|. How a generated question begins decides its label, so that a script knows it. A
-model has to read.
+|error|.
 """
 import ast
 import re
-from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 
 from tasks.in_repl import block, search
-from tasks.text import ADJECTIVES, NOUNS, as_line, field
+from tasks.text import as_line, field
 
 STRATEGY = """\
 Every line has to be labelled by what it means, which code cannot do, and then counted, \
@@ -20,57 +18,9 @@ rlm_query_batched(question, pieces); they return one label a line, in order. Che
 many came back, then filter and count in code. Return the answer alone, as asked for."""
 TOOLS = (search,)
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
-TOKENS = 8_000
 
-OPENERS = {  # how a question of each label begins
-    "numeric value": ("How many people saw", "How far away is"),
-    "entity": ("What animal is named after", "What instrument measures"),
-    "location": ("Where is", "Which city keeps"),
-    "description and abstract concept": ("Why is there", "How do you make"),
-    "abbreviation": ("What is the acronym for", "What is the short form of"),
-    "human being": ("Who discovered", "Which inventor made"),
-}
-LABELS = list(OPENERS)
-HEAD = f"""\
-The following lines contain general-knowledge questions, one per line. Each line has a \
-date, a user ID, which may occur on several lines, and a question whose answer is one of \
-these 6 labels: {', '.join(LABELS)}. The data does not give the labels: work them out.
-
-"""
-COUNT = ("In the above data, how many data points should be classified as label '{}'? Give "
-         "your final answer in the form 'Answer: number'.")
-COMPARE = ("In the above data, which of the labels is the most common? Give your final "
-           "answer in the form 'Label: answer', where answer is one of the labels.")
-
-
-def records(rng, chars: int):
-    """(context, rows): a row (user, label) per line. A user asks about two labels."""
-    users = max(8, min(150, chars // 1000))
-    ids = [str(number) for number in rng.sample(range(10_000, 100_000), users)]
-    own = {user: rng.sample(LABELS, 2) for user in ids}
-    lines, rows, room = [], [], chars - len(HEAD)
-    while room > 0:
-        user = rng.choice(ids)
-        label = rng.choice(own[user])
-        question = f"{rng.choice(OPENERS[label])} the {rng.choice(ADJECTIVES)}"
-        lines.append(f"Date: Sep {rng.randint(10, 28)}, 2023 || User: {user} || "
-                     f"Instance: {question} {rng.choice(NOUNS)}?")
-        rows.append((user, label))
-        room -= len(lines[-1]) + 1
-    return HEAD + "\n".join(lines), rows
-
-
-def make(rng, tokens=None, heldout=False):
-    context, rows = records(rng, 4 * (tokens or TOKENS))
-    labels = [label for _, label in rows]
-    (first, most), (_, next_most) = Counter(labels).most_common(2)
-    if most > next_most and rng.random() < 0.5:
-        return COMPARE, context, {"type": "LABEL", "value": first, "labels": labels}
-    label = rng.choice(LABELS)
-    gold = {"type": "NUMERIC", "value": str(labels.count(label)), "labels": labels}
-    return COUNT.format(label), context, gold
-
-
+LABELS = ["numeric value", "entity", "location", "description and abstract concept",
+          "abbreviation", "human being"]
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
@@ -86,7 +36,7 @@ def score(task, answer):
         return float(len(said) == 1 and gold.startswith(said[0]))
     if kind == "NUMERIC":
         number = re.fullmatch(r"-?[0-9]{1,9}", text)
-        return 0.75 ** min(999, abs(int(text) - int(gold))) if number else 0.0
+        return 0.75 ** abs(int(text) - int(gold)) if number else 0.0
     if kind == "DATE":
         for form in DATE_FORMS:
             with suppress(ValueError):
@@ -140,7 +90,7 @@ users = [line[1] for line, label in zip(lines, labels) if label == {!r}]
 FINAL(max(users, key=users.count, default=""))"""
 
 
-def root_code(query: str, size: int | str, some: str = "") -> str:
+def root_code(query: str, size: int, some: str) -> str:
     """Code for questions about counts, and about the user with most of a label. Left out:
     how often a user occurs, two users compared, dates, other labels than these."""
     named = re.findall(r"label '([^']+)'", query)
@@ -179,15 +129,3 @@ def demonstrate(task, node, rng):
     known = labels_of(task)
     shown = [line for line in node.turns[-1].text.split("\n") if line in known]
     return block(f"FINAL({[known[line] for line in shown]})")
-
-
-# The oracle's child, for pieces of any length.
-LABEL = f"""\
-openers = {OPENERS}
-FINAL([label for line in context.split("\\n") for label, starts in openers.items()
-       if line.startswith(starts)])"""
-
-
-def oracle(task, node):
-    size = "-(-len(texts) // 24)"
-    return block(LABEL if node.depth else root_code(task.query, size))

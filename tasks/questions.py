@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -72,9 +73,7 @@ class Questions:
         if not rows:
             return tasks.make(self.kind, random.Random(f"{self.seed} {phase} {i}"))
         epoch, at = divmod(i, len(rows))
-        order = list(range(len(rows)))
-        random.Random(f"{self.seed} {phase} {epoch}").shuffle(order)
-        return rows[order[at]]
+        return rows[_shuffled(len(rows), f"{self.seed} {phase} {epoch}")[at]]
 
     def described(self) -> str:
         """For people: how many there are, how long, and what their gold answers score."""
@@ -96,6 +95,13 @@ class Questions:
     def batch(self, step: int, n: int) -> list[Task]:
         """The n questions of a step of GRPO."""
         return [self.draw("grpo", i) for i in range(step * n, (step + 1) * n)]
+
+
+@lru_cache(1)
+def _shuffled(n: int, seed: str) -> list[int]:
+    order = list(range(n))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def read(path: str, kind: ModuleType) -> list[Task]:

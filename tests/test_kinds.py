@@ -25,9 +25,14 @@ ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"]},
                    {"title": "b", "text": "Nobody saw it for a year."}]}
 
 
+LINE = {"question": "Which label is the most common?", "answer": "['entity']",
+        "context_window_text": "Date: x || User: 1 || Instance: What is a tonne?",
+        "answer_type": "LABEL"}
+
+
 def made(kind, n=1, tokens=2_000):
-    if kind == "qa":
-        return [question("t", kind, qa.read(ROW))] * n
+    if kind in ("qa", "oolong"):
+        return [question("t", kind, load(kind).read({"qa": ROW, "oolong": LINE}[kind]))] * n
     tokens = None if kind == "deep" else tokens
     return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
 
@@ -68,6 +73,7 @@ SCORES = [
         4 / 5: ["1912 bridge"], 1 / 2: ["stone of a bridge over it"], 0: ["abridge"]}),
     ("qa", ["70,000"], {1: ["70000", 70000, "$70,000.00"], 0: ["7", "70,001", [7, 0]]}),
     ("qa", ["0.5"], {1: [".5", "$.50", 0.5], 0: ["5", "0.5.5", "1" * 1_000_000 + "x"]}),
+    ("qa", ["A"], {1: ["A", "a."], 0: ["", "the", "B"]}),
     ("qa", ["5 days", "five"], {2 / 3: ["5", 5], 1: ["Five."]}),
     ("qa", [], {1: ["", []], 0: [None, "the texts do not say", 0]}),  # they do not say
     # Right kinds among all notes that the answer or the gold names
@@ -190,6 +196,26 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
     alone = script_policy(tasks_, None, 0, alone=True)
     trees = asyncio.run(collect(jobs(tasks_), alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24
+
+
+@pytest.mark.parametrize("style", ["full", "brief"])
+def test_a_script_of_qa_takes_no_answer_from_the_question(style):
+    """Which is repeated behind what was printed."""
+    task = Task("t", "qa", "Was it Ann Lee or Tom?", {"a": "The river rose."}, ["Ann Lee"])
+    trees = asyncio.run(collect(jobs([task], times=40), script_policy([task] * 40, None, 0,
+                                alone=False), None, RLMConfig(style=style)))
+    answers = {str(child.answer) for tree in trees for child in tree.root.children}
+    assert answers == {"", "The river rose."}  # what is read, and the echo
+
+
+@pytest.mark.parametrize("query", [
+    'What does "the model\'s loss" say?', 'Which "a\\" is it?', 'A "plain" word?'])
+def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
+    task = Task("t", "evidence", query, {"p": "the model's loss. A plain word."}, {})
+    trees = asyncio.run(collect(jobs([task], times=30), script_policy([task] * 30, None, 0,
+                                alone=False), None, RLMConfig()))
+    assert not any("SyntaxError" in turn.text for tree in trees
+                   for node in tree.root.walk() for turn in node.turns)
 
 
 LINES = """\

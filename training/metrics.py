@@ -1,10 +1,9 @@
 """What a step of training looked like: numbers for metrics.jsonl and one line for people.
 
-Left out: held-out scores (eval.py), and the loss itself (grpo.py).
+Left out: held-out scores (scores.py), and the loss itself (grpo.py).
 """
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 import torch
@@ -80,7 +79,7 @@ def ran(nodes: list[Node]) -> float:
 
 
 def shares(ends: dict[str, int]) -> str:
-    """How roots ended, the most frequent end first: "final 90%, turns 10%"."""
+    """How nodes ended, as "final 90%, turns 10%"."""
     total = sum(ends.values())
     return ", ".join(f"{end} {count / total:.0%}" for end, count in ends.items())
 
@@ -102,33 +101,15 @@ def line(m: dict, steps: int) -> str:
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What is watched of the tokens of an update; `+` combines packs and ranks."""
-    loss: float = 0.0
-    largest_gap: float = 0.0  # between log-probabilities of trainer and sampler
-    sums: Counter = field(default_factory=Counter)  # over the tokens, and their count
+def totals(loss: Tensor, watched: dict[str, Tensor]) -> Counter:
+    """The loss of a pack, the number of its tokens, and sums over them: of what
+    grpo.policy_loss returned. `update` of a Counter adds those of other packs and ranks."""
+    sums = torch.stack([*watched.values()]).sum(1).tolist()
+    count = len(watched["gap"])
+    return Counter(dict(zip(watched, sums)), loss=loss.item(), count=count)
 
-    @classmethod
-    def of(cls, loss: Tensor, watched: dict[str, Tensor]) -> "Stats":
-        """Those of a pack: what grpo.policy_loss returned."""
-        count = len(watched["gap"])
-        if not count:  # an empty pack
-            return cls(loss.item())
-        totals = torch.stack([*watched.values()]).sum(1).tolist()
-        sums = Counter(dict(zip(watched, totals)), count=count)
-        return cls(loss.item(), watched["gap"].max().item(), sums)
 
-    def __add__(self, other: "Stats") -> "Stats":
-        sums = self.sums.copy()
-        sums.update(other.sums)  # `+` of two Counters would drop what is not above 0
-        largest_gap = max(self.largest_gap, other.largest_gap)
-        return Stats(self.loss + other.loss, largest_gap, sums)
-
-    def metrics(self, steps: int = 1) -> dict:
-        """Means over the tokens and the steps, as metrics.jsonl has them. {} of nothing."""
-        if not steps:
-            return {}
-        means = {name: value / self.sums["count"]
-                 for name, value in self.sums.items() if name != "count"}
-        return means | {"loss": self.loss / steps, "largest_gap": self.largest_gap}
+def means(sums: Counter, steps: int = 1) -> dict:
+    """Means over the tokens and the steps, as metrics.jsonl has them. {} of nothing."""
+    over = dict.fromkeys(sums, sums["count"]) | {"loss": steps}
+    return {name: sums[name] / over[name] for name in sums if name != "count"}

@@ -89,8 +89,6 @@ class Run:
     def find_start(self) -> Start:
         config, out = self.config, self.out
         holds_run = os.path.exists(self.path("run.json"))
-        if os.path.exists(out) and not os.path.isdir(out):
-            raise ValueError(f"{out} is a file: give another --out")
         if os.path.isdir(out) and os.listdir(out) and not holds_run:
             raise ValueError(f"{out} is not empty and holds no run: give another --out")
         if config.resume and not holds_run:
