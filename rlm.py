@@ -390,8 +390,8 @@ def task_of(config: RLMConfig, given: str = "") -> str:
     """The task that is given, else that of the training. Raises ValueError if that is a
     file: whoever opens a checkpoint from elsewhere must not run its code."""
     if not given and util.is_path(config.task):
-        raise ValueError(f"the model's task is a program, {config.task}: name it, if it may "
-                         "run (--task; eval.py: --tasks)")
+        raise ValueError(f"the model's task is a program, {config.task}: name it, if it "
+                         "may run (--task; eval.py: --tasks; RLM: task)")
     return given or config.task
 
 
@@ -461,7 +461,7 @@ class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
     `trace` holds the root of the last tree. `changes` is a file with fields of rlm.json;
-    `task` is whose prompts and tools are used, by default the model's."""
+    `task` is whose prompts and tools are used, by default the model's, if it is ours."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
@@ -476,7 +476,10 @@ class RLM:
         config = load_config(model_dir, positions, sandbox, changes)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=batch, window=config.window)
-        self.config = replace(config, window=self.sampler.window)  # what has room
+        if self.sampler.window < config.window:
+            print(f"memory for a window of {self.sampler.window} tokens, not of "
+                  f"{config.window}", file=sys.stderr)
+        self.config = replace(config, window=self.sampler.window)
         self.policy = local_policy(self.sampler, self.tokenizer, sampling)
         self.seed, self.task = seed, task
 
@@ -507,7 +510,7 @@ def main() -> None:
         "http://localhost:8000/v1; its key: OPENAI_API_KEY")
     add("--api-model", metavar="NAME", default="", help="the server's model")
     add("--task", default="", help="whose prompts and tools are used: a name, or "
-        "path/to/my_task.py (default: that of the model's training)")
+        "path/to/my_task.py (default: that of the model's training, if it is ours)")
     add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--sandbox", default="auto", choices=CHOICES["sandbox"],
         help="namespaces around the REPL (default auto: where possible)")

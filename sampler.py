@@ -78,8 +78,9 @@ class Sampler:
 
     `memory` is the size of the pool in bytes; by default a share of what is free, up to
     four windows per request. At most `batch` requests run at once, of at most `window`
-    tokens each, prompt included, and no more than the pool holds. `stats` counts tokens `computed`, `reused` and `sampled`,
-    `steps`, the `seconds` in them, and `preemptions`.
+    tokens each, prompt included; the window is no larger than the pool. `stats` counts
+    tokens `computed`, `reused` and `sampled`, `steps`, the `seconds` in them, and
+    `preemptions`.
     """
 
     def __init__(self, model: Decoder, memory: int | None = None, batch: int = 64,
@@ -118,8 +119,9 @@ class Sampler:
     async def generate(self, ids: list[int], max_tokens: int,
                        sampling: Sampling = Sampling(), stop=(),
                        is_over: Callable = lambda ids: False, key=()) -> Completion:
-        """Sample after `ids` until a stop id (included), max_tokens or the window's end, or
-        until is_over(ids) of all ids so far: it is asked after each token.
+        """Sample after `ids` (at least one) until a stop id (included), max_tokens (at
+        least one) or the window's end, or until is_over(ids) of all ids so far: it is asked
+        after each token.
 
         `logprobs` are those at temperature 1. `key` seeds the sampling. Raises
         SamplerError."""
@@ -165,9 +167,9 @@ class Sampler:
             for request in lost:  # first: what follows fails as well if the device is lost
                 if not request.done.done():
                     request.done.set_exception(SamplerError(f"engine failed: {error!r}"))
+            self._forget()
             for page in [page for r in lost for page in r.block_table]:
                 self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
-            self._forget()
             self.attention.reset()
             if not isinstance(error, Exception):
                 raise

@@ -171,7 +171,9 @@ class Slot:
 
     def used(self) -> float:
         """Seconds of the block: of processors, or a tenth of the wall clock where that is
-        more. So it hardly matters what else runs on the machine."""
+        more. So it hardly matters what else runs on the machine. 0 between blocks."""
+        if self.state == "idle":
+            return 0.0
         running = time.monotonic() - self.since if self.state == "running" else 0.0
         spent = processor_seconds(self.pid) - self.before
         return max(spent, (self.wall + running) / WALL)
@@ -302,8 +304,8 @@ class Server:
                     continue
                 if slot.state != "running" or kind not in (b"Q", b"D"):
                     raise ValueError(f"{kind!r} while {slot.state}")
-                slot.stop_clock("asking" if kind == b"Q" else "idle")
                 slot.client.write(data if kind == b"Q" else time_of(slot) + data)
+                slot.stop_clock("asking" if kind == b"Q" else "idle")
         except ValueError as error:
             self.end(slot, "protocol", f"ProtocolError: {error}")
         return slot.worker.open
@@ -320,8 +322,8 @@ class Server:
         """Kill the worker and tell the client why. The client's socket stays open."""
         if slot.state == "dead":
             return
-        slot.stop_clock("dead")
         ran = time_of(slot)
+        slot.stop_clock("dead")
         self.kill(slot)
         kind, result = b"D" if slot.started else b"F", {"error": error, "died": died}
         slot.client.write(ran + frame(kind, result, slot.limits.frame_mb))

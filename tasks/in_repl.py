@@ -84,11 +84,11 @@ def block(code: str) -> str:
 
 
 def word_of(task) -> str:
-    """The quoted word of the question, if it may stand in code, else its longest word that
-    the context contains."""
-    quoted = re.search(r'"([^"\'\\\n]+)"', task.query)
-    if quoted:
-        return quoted[1]
+    """The first quoted word of the question that may stand in code, else its longest word
+    that the context contains."""
+    for quoted in re.findall(r'"([^"\n]+)"', task.query):
+        if not {"'", "\\"} & set(quoted):
+            return quoted
     text = str(task.context)
     words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True) or ["the"]
     return next((word for word in words if word in text), words[0])

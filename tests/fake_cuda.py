@@ -2,9 +2,9 @@
 type and a shape, but no values. An operation on two devices or types fails.
 
 It cannot see: what is special about "cuda" (autograd asks the driver about that, so the
-device is "lazy" here); kernels of Triton and AdamW, of which only arguments
-are checked; which kernel SDPA takes; graphs and streams (a capture runs its code once, a
-replay does nothing); values (what the host reads is made up); inference mode, time, FSDP.
+device is "lazy" here); kernels of Triton and AdamW, of which only arguments are checked;
+which kernel SDPA takes; graphs and streams (a capture runs its code once, a replay does
+nothing); values (what the host reads is made up); inference mode, time, FSDP.
 """
 import asyncio
 import contextlib
@@ -150,7 +150,8 @@ for case, how in [
         (update, {}), (update, {"rank": 4, "recompute": True}), (update, {"empty": True}),
         (update, {"empty": True, "rank": 4}), (sample, {}), (sample, {"flash": False}),
         (sample, {"rank": 4}), (sample, {"rank": 4, "copy": True}),
-        (update, {"hybrid": True, "rank": 4}), (update, {"hybrid": True, "recompute": True}),
-        (sample, {"hybrid": True}), (sample, {"hybrid": True, "flash": False})]:
+        (update, {"hybrid": True, "rank": 4}), (sample, {"hybrid": True}),
+        (update, {"hybrid": True, "recompute": True}),
+        (sample, {"hybrid": True, "flash": False})]:
     with FakeTensorMode(allow_non_fake_inputs=True), Watch():
         case(**how)

@@ -25,14 +25,16 @@ ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"]},
                    {"title": "b", "text": "Nobody saw it for a year."}]}
 
 
-LINE = {"question": "Which label is the most common?", "answer": "['entity']",
-        "context_window_text": "Date: x || User: 1 || Instance: What is a tonne?",
-        "answer_type": "LABEL"}
+LINES_ROW = {"question": "Which label is the most common?", "context_window_text":
+             "Date: x || User: 1 || Instance: What is a tonne?"}
+GOLDS = {"LABEL": "['entity']", "NUMERIC": "[7]", "COMPARISON": "['more common than']"}
+ROWS = {"qa": [ROW], "oolong": [LINES_ROW | {"answer": answer, "answer_type": of}
+                                for of, answer in GOLDS.items()]}
 
 
 def made(kind, n=1, tokens=2_000):
-    if kind in ("qa", "oolong"):
-        return [question("t", kind, load(kind).read({"qa": ROW, "oolong": LINE}[kind]))] * n
+    if kind in ROWS:
+        return [question("t", kind, load(kind).read(row)) for row in ROWS[kind]]
     tokens = None if kind == "deep" else tokens
     return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
 
@@ -201,15 +203,20 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
 @pytest.mark.parametrize("style", ["full", "brief"])
 def test_a_script_of_qa_takes_no_answer_from_the_question(style):
     """Which is repeated behind what was printed."""
-    task = Task("t", "qa", "Was it Ann Lee or Tom?", {"a": "The river rose."}, ["Ann Lee"])
-    trees = asyncio.run(collect(jobs([task], times=40), script_policy([task] * 40, None, 0,
-                                alone=False), None, RLMConfig(style=style)))
-    answers = {str(child.answer) for tree in trees for child in tree.root.children}
-    assert answers == {"", "The river rose."}  # what is read, and the echo
+    def answers(text):
+        task = Task("t", "qa", "Was it Ann Lee or Tom?", {"a": text}, ["Ann Lee"])
+        trees = asyncio.run(collect(jobs([task], times=40), script_policy(
+            [task] * 40, None, 0, alone=False), None, RLMConfig(style=style)))
+        return {child.answer for tree in trees for child in tree.root.children}
+
+    echo, lines = "The river rose.", "FAQ\n1/2 cup\nThe question: who?\nann lee"
+    assert answers(echo) == {"", echo}
+    assert answers(lines) == {"Ann Lee", "ann lee", lines}  # read, its sentence, the echo
 
 
 @pytest.mark.parametrize("query", [
-    'What does "the model\'s loss" say?', 'Which "a\\" is it?', 'A "plain" word?'])
+    'What does "the model\'s loss" say?', 'Which "a\\" is it?',
+    'Is "it\'s" or "plain" used?'])
 def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
     task = Task("t", "evidence", query, {"p": "the model's loss. A plain word."}, {})
     trees = asyncio.run(collect(jobs([task], times=30), script_policy([task] * 30, None, 0,

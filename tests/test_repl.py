@@ -281,15 +281,18 @@ def test_processes_of_a_block_count_together_and_those_of_its_threads():
         assert run(code, seconds=0.5)[0].died == "timeout"
 
 
-def test_what_runs_between_two_blocks_is_not_the_next_ones():
-    """As while a sampler takes its time."""
-    busy = ("import threading, time\nend = time.monotonic() + 1\ndef work():\n"
-            "  while time.monotonic() < end: pass\nthreading.Thread(target=work).start()")
+@pytest.mark.parametrize("last", ["pass", "import os; os._exit(0)"])
+def test_what_runs_between_two_blocks_is_not_the_next_ones(last):
+    """As while a sampler takes its time. Nor is it counted again if the process dies."""
+    busy = ("import threading, time\ndef work(until):\n"
+            "  while time.monotonic() < until: pass\n"
+            f"def rest():\n  work(time.monotonic() + 1)\n  {last}\n"
+            "work(time.monotonic() + 0.5)\nthreading.Thread(target=rest).start()")
 
     async def go():
         async with REPL("") as repl:
             await repl.execute(busy)
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(1.5)
             return await repl.execute("print(1)")
 
     assert asyncio.run(go()).seconds < 0.2

@@ -21,7 +21,8 @@ from engine import hf
 from engine.parallel import World
 from training import checkpoint, metrics, report
 from tree import Node, Rollout, printable, render, write_rollouts
-from util import load_function, program, read_json, reading, write_json, write_text
+from util import (is_path, load_function, program, read_json, reading, write_json,
+                  write_text)
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -292,7 +293,9 @@ class Run:
                 "heldout_n": rows["heldout_final"]["n"],
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
-            given = {"--data": self.config.data, "--reward": self.config.reward}
+            own = self.config.task if is_path(self.config.task) else ""
+            given = {"--tasks": own, "--data": self.config.data,
+                     "--reward": self.config.reward}
             more = "".join(f" {name} {value}" for name, value in given.items() if value)
             print(f"held out {scores['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
                   f"next: python {program('eval.py')} --model {self.path('final')}{more}")
