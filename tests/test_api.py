@@ -74,11 +74,9 @@ def test_a_refused_root_counts_as_failed_and_is_asked_once(method):
     assert record["failed"].startswith("refused: ") and "no luck" in record["failed"]
 
 
-def test_a_wrong_key_and_a_server_that_is_not_there_lose_the_tree(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-1234")
-    with Stub(says="hi") as server, pytest.raises(RuntimeError, match="401") as caught:
-        complete(server, "q")
-    assert "wrong-key" not in str(caught.value)
+def test_a_server_that_is_not_there_loses_the_tree():
+    with Stub(says="hi") as server:
+        pass
     api = API(server.url, "m", max_retries=0)
     lost, = asyncio.run(collect(jobs([TASK]), api, None, RLMConfig()))
     assert server.url in lost.failed

@@ -1,7 +1,6 @@
 """The REPL for honest code: namespace, answers, queries, the server, the command line."""
 import asyncio
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from repl import REPL, Handle, Limits, REPLError, Result, trees_at_once
+from repl import REPL, Handle, Limits, REPLError, Result
 
 
 BOTH = pytest.mark.parametrize("mode", ["off", "auto"])  # else: what there is here
@@ -417,12 +416,6 @@ def test_where_the_kernel_refuses():
 def test_the_end_of_the_client_ends_its_server():
     pid, base = program(sys.executable, "-c", KILLED).stdout.split()
     eventually(lambda: not alive(pid) and not os.path.exists(base))
-
-
-def test_trees_are_counted_by_the_limit_of_open_files(monkeypatch):
-    """Two descriptors per node, some for the rest, and at least one tree."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1256))
-    assert [trees_at_once(10), trees_at_once(10 ** 6)] == [50, 1]
 
 
 def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():

@@ -454,7 +454,8 @@ def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
     assert changed == RLMConfig(max_turns=3, seconds=7,
                                 limits=Limits(seconds=1.5, output_chars=9))
     for text in ('{"turns": 2}', '{"max_turns": "2"}', '{"limits": {"second": 1}}',
-                 '{"max_turns": true}', '{"style": "breif"}', "[1]"):
+                 '{"max_turns": true}', '{"max_turns": -1}', '{"seconds": NaN}',
+                 '{"style": "breif"}', "[1]"):
         more.write_text(text)
         with pytest.raises(ValueError, match="more.json: "):
             rlm.load_config(str(tmp_path), changes=str(more))

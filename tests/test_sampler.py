@@ -233,10 +233,6 @@ def test_update_and_sampler_run_on_fake_tensors_of_a_gpu():
     in_a_process((Path(__file__).parent / "fake_cuda.py").read_text())
 
 
-def test_a_pool_of_spare_memory_is_no_larger_than_the_requests_need():
-    assert Sampler(MODEL, batch=2, window=48).cache.count == 4 * 2 * 48 // 16
-
-
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("out of registers")
@@ -493,30 +489,12 @@ def test_after_logits_that_are_not_finite_the_sampler_works_again():
         sick.model["embed_tokens"].weight[poison] = float("nan")
 
     async def main():
-        sampler = make(sick, batch=4)
-        for _ in range(3):
-            bad, = await gather(sampler.generate([1, 2, poison] * 5, 4, sampling=GREEDY))
-            assert isinstance(bad, SamplerError) and "finite" in str(bad)
+        sampler = make(sick, batch=2)
+        for _ in range(3):  # some of the five wait, and end all the same
+            bad = await gather(*(sampler.generate([i, 2, poison] * 5, 4, sampling=GREEDY)
+                                 for i in range(5)))
+            assert all(isinstance(one, SamplerError) and "finite" in str(one) for one in bad)
             assert await works(sampler, sick)
-    asyncio.run(main())
-
-
-def test_after_an_exception_in_the_model_the_sampler_works_again(monkeypatch):
-    async def main():
-        sampler = make(batch=2)
-        hidden, calls = sampler.model.hidden, 0
-
-        def failing(*args):
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise MemoryError("no room")
-            return hidden(*args)
-
-        monkeypatch.setattr(sampler.model, "hidden", failing)
-        done = await gather(*(sampler.generate([2, 3, i], 30) for i in range(5)))
-        assert all(isinstance(got, SamplerError) and "no room" in str(got) for got in done)
-        assert await works(sampler)
     asyncio.run(main())
 
 
