@@ -60,10 +60,10 @@ def alive(pid):
 
 
 def family(pid):
-    """The processes below it, as the host sees them."""
+    """The processes below it, as the host sees them, but for the server's own."""
     below = proc(pid, f"task/{pid}/children").split()
-    below = [p for p in below if proc(p, "comm") != "repl-server"]
-    return below + [p for child in below for p in family(child)]
+    found = [p for p in below if proc(p, "comm") != "repl-server"]
+    return found + [p for child in below for p in family(child)]
 
 
 def eventually(condition, seconds=5.0):
