@@ -82,8 +82,8 @@ def read_flags() -> argparse.Namespace:
     add("--sandbox", default="auto", choices=rlm.CHOICES["sandbox"],
         help="namespaces around the REPL (default auto: where possible)")
     add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
-        "path/to/my_task.py (default: what the checkpoint was trained on, else notes; with "
-        "--data what its fields say)")
+        "path/to/my_task.py (default: what the checkpoint was trained on, if it is no "
+        "file, else notes; with --data what its fields say)")
     add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--lengths", type=lengths, default=[None], help="of contexts, as 8000,128k,1m: "
         "characters / 4, so about tokens (default: the kind's usual length)")
