@@ -1,7 +1,8 @@
 """qa: a person's question about texts, as in SQuAD. Rows come from --data alone.
 
 A row has `question`, `context` and `answer` or `answers`. The context is a text, a list or
-a dict of texts, or a list of {"title", "text"}; it may be empty, as in school mathematics.
+a dict of texts, or a list of {"title", "text"}; it may be empty, as in school mathematics,
+for which there are no scripts.
 The gold is a list of alternatives; none of them means that the texts do not say.
 
 The score is SQuAD's (1606.05250): the largest F1 over the tokens of the answer and of an
@@ -15,6 +16,7 @@ from collections import Counter
 
 from tasks.in_repl import block, search
 from tasks.text import ALONE, LETTERS, Example, as_line, field, pick
+from tree import Refused
 
 READING = """\
 The answer is a name, a number or a few words copied from the context: the shortest text \
@@ -136,8 +138,8 @@ CHILD_SCRIPTS = {"read": 0.6, "sentence": 0.25, "echo": 0.15}
 
 
 def demonstrate(task, node, rng):
-    if not task.context:  # nothing to read
-        return block(f"FINAL({right_answer(task)!r})")
+    if not task.context:  # one that knows the gold would teach to guess
+        raise Refused("a question without a context has no script to learn from")
     if node.depth:
         name, = rng.choices([*CHILD_SCRIPTS], CHILD_SCRIPTS.values())
         code = "FINAL(context)" if name == "echo" else "print(context)"

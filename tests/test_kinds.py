@@ -18,6 +18,7 @@ from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
 from tasks.scripts import script_policy, scripted
 from tokenizer import Tokenizer
+from tree import Node, Refused
 
 FOUND = "Ann Lee found it in 1912. It was gold, and lay in a field."
 ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"]},
@@ -199,6 +200,8 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
     alone = script_policy(tasks_, None, 0, alone=True)
     trees = asyncio.run(collect(jobs(tasks_), alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24
+    with pytest.raises(Refused):  # one that is nowhere to be read
+        qa.demonstrate(Task("t", "qa", "What is 6 * 7?", "", ["42"]), Node(), random)
 
 
 @pytest.mark.parametrize("style", ["full", "brief"])
