@@ -32,7 +32,7 @@ from typing import Any
 import util
 from tasks import in_repl
 
-NAMES = ("notes", "evidence", "deep", "qa", "oolong")
+NAMES = ("notes", "requests", "evidence", "deep", "qa", "oolong")
 
 
 @dataclass(frozen=True)
