@@ -2,7 +2,7 @@
 
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
-    python eval.py --policy oracle --tasks notes --lengths 128000     a script, no model
+    python eval.py --policy oracle --tasks requests --lengths 128000     a script, no model
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
@@ -83,7 +83,7 @@ def read_flags() -> argparse.Namespace:
         help="namespaces around the REPL (default auto: where possible)")
     add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
         "path/to/my_task.py (default: what the checkpoint was trained on, if it is no "
-        "file, else notes; with --data what its fields say)")
+        "file, else requests; with --data what its fields say)")
     add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
     add("--lengths", type=lengths, default=[None], help="of contexts, as 8000,128k,1m: "
         "characters / 4, so about tokens (default: the kind's usual length)")

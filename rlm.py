@@ -503,7 +503,7 @@ def main() -> None:
     parser = util.parser("Ask a recursive language model about files. Each turn "
                          "goes to stderr, the answer to stdout.")
     add = parser.add_argument
-    add("--demo", action="store_true", help="ask about notes that --seed generates")
+    add("--demo", action="store_true", help="ask about requests that --seed draws")
     add("--model", default=Path(__file__).parent / "assets" / "tiny",
         help="checkpoint directory (default assets/tiny)")
     add("--api", metavar="URL", help="a server in place of --model, as "
@@ -527,7 +527,7 @@ def main() -> None:
     try:
         if args.demo:
             rng = random.Random(f"demo {args.seed}")
-            question = tasks.make(tasks.load("notes"), rng, heldout=True)
+            question = tasks.make(tasks.load("requests"), rng, heldout=True)
         else:
             context = {name: Path(name).read_text("utf-8", "replace")
                        for name in args.files}

@@ -5,7 +5,7 @@
     retrieval   the passages that BM25 finds for the question, as many as the window holds
 
 Each returns the tree of its completions, like rlm.rollout. An answer is a text. For
-evidence its lines are the sentences. For notes they are like "Kelso 3: foods", and the
+evidence its lines are the sentences. For requests they are like "Anna 3: food", and the
 question says so. Left out: embeddings, rerankers, agents with other tools.
 """
 import bisect
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import prompts
 from rlm import RLMConfig
-from tasks import Task, notes
+from tasks import Task, requests
 from tasks.text import about, as_text
 from tree import Node, Turn
 
@@ -31,12 +31,12 @@ async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> Node:
     """The root of a baseline's tree."""
     query, reader = task.query, Reader(policy, tokenizer, config, key)
-    if task.kind == "notes":  # its question does not name the kinds
-        query += f" One a line, as Kelso 3: foods. Of: {', '.join(notes.WORDS)}."
+    if task.kind == "requests":  # its question does not name the subjects
+        query += f" One per line, as Anna 3: food. Of: {', '.join(requests.SUBJECTS)}."
     root = await BASELINES[name](query, flat(task.context), reader)
-    if task.kind == "notes":
-        kinds = "|".join(notes.WORDS)
-        root.answer = dict(re.findall(rf"(\w+ \d+)\W+({kinds})\b", root.answer))
+    if task.kind == "requests":
+        subjects = "|".join(requests.SUBJECTS)
+        root.answer = dict(re.findall(rf"(\w+ \d+)\W+({subjects})\b", root.answer))
     if task.kind == "evidence":  # lines without bullets and quotes
         lines = re.sub(r"(?m)^\s*(?:[-*•]|\d+[.)])\s+", "", root.answer).split("\n")
         root.answer = [line.strip(' "') for line in lines if line.strip(' "')]

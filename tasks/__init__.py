@@ -1,7 +1,7 @@
 """What is asked and how an answer is scored: Task, and the kinds of task, one file each.
 
     kind         what is asked                           the score, in [0, 1]
-    notes        what each note from a place is about    share of right labels
+    requests     what a person's requests are about      share of right subjects
     evidence     the sentences about a term, in papers   F1 over their characters
     deep         one meaning per paragraph, two levels   F1 over the meanings
                  of children are needed to find all
@@ -32,7 +32,7 @@ from typing import Any
 import util
 from tasks import in_repl
 
-NAMES = ("notes", "requests", "evidence", "deep", "qa", "oolong")
+NAMES = ("requests", "evidence", "deep", "qa", "oolong")
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ _files: dict[str, ModuleType] = {"question": in_repl}
 
 def load(spec: str, data: str | None = None) -> ModuleType:
     """The kind of task: one of NAMES, or path/to/my_task.py. The empty name means the kind
-    whose fields the rows of a file `data` have, else notes. Raises ValueError for an
+    whose fields the rows of a file `data` have, else requests. Raises ValueError for an
     unknown name, and where two kinds have one name."""
-    spec = spec or (name_by_fields(data) if data else "notes")
+    spec = spec or (name_by_fields(data) if data else "requests")
     if spec in NAMES:
         return importlib.import_module(f"tasks.{spec}")
     if not util.is_path(spec):

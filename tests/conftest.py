@@ -84,7 +84,7 @@ def short_run(tmp_path_factory):
     for folder in ("warmup", "final"):
         path = out / folder / "rlm.json"
         config = load_config(path.parent)
-        assert config == replace(setup.tiny_rlm(tasks.load("notes")), task="notes")
+        assert config == replace(setup.tiny_rlm(tasks.load("requests")), task="requests")
         # A model that learnt nothing writes until it is stopped. Here that is soon.
         replace(config, turn_tokens=16).save(path)
     return out

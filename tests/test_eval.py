@@ -75,7 +75,7 @@ def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
 # --- the command line ---------------------------------------------------------------------
 
 def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
-    kinds = ["notes", "evidence"]
+    kinds = ["requests", "evidence"]
     message, text = command("--policy", "oracle", "--tasks", ",".join(kinds), "--lengths",
                             "2k,4000", "--n", 2, "--save", tmp_path / "trees.jsonl",
                             "--html", tmp_path / "r.html")
@@ -83,7 +83,7 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     assert message is None and [tree.reward for tree in trees] == [1.0] * 8
     assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 8
     table = [line.replace(",", "").split() for line in text.splitlines()[1:]]
-    assert [row[0] for row in table] == ["notes"] * 2 + ["evidence"] * 2
+    assert [row[0] for row in table] == ["requests"] * 2 + ["evidence"] * 2
     assert {row[1] for row in table} == {"rlm1"}
     assert [round(int(row[2]), -3) for row in table] == [2000, 4000] * 2
     for row, i in zip(table, range(0, 8, 2)):
@@ -141,7 +141,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     monkeypatch.setattr(rlm, "rollout", refuse)
     message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
-    assert text.splitlines()[1].split()[:5] == ["notes", "rlm1", "-", "0", "2"]
+    assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "2"]
     assert "failed: REPLError('no process left')" in text
 
 

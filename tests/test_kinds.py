@@ -13,7 +13,7 @@ import pytest
 import tasks
 from engine.parallel import World
 from rlm import RLMConfig, collect, jobs
-from tasks import NAMES, Task, deep, load, make, notes, oolong, qa, question, reward
+from tasks import NAMES, Task, deep, load, make, oolong, qa, question, requests, reward
 from tasks.in_repl import block, word_of
 from tasks.oolong import LABELS
 from tasks.scripts import script_policy, scripted
@@ -80,11 +80,11 @@ SCORES = [
     ("qa", ["A"], {1: ["A", "a."], 0: ["", "the", "B"]}),
     ("qa", ["5 days", "five"], {2 / 3: ["5", 5], 1: ["Five."]}),
     ("qa", [], {1: ["", []], 0: [None, "the texts do not say", 0]}),  # they do not say
-    # Right kinds among all notes that the answer or the gold names
-    ("notes", {"n1": "foods", "n2": "tools"}, {
-        1: [{"n2": "tools", "n1": "foods"}], 1 / 2: [{"n1": "foods"}, {
-            "n1": "foods", "n2": "plants"}], 1 / 3: [{"n1": "foods", "n7": "tools"}],
-        0: [{"n1": "Foods"}, {"n7": "foods"}, ["foods", "tools"], {}, "n1: foods"]}),
+    # Right subjects among all requests that the answer or the gold names
+    ("requests", {"n1": "food", "n2": "home"}, {
+        1: [{"n2": "home", "n1": "food"}], 1 / 2: [{"n1": "food"}, {
+            "n1": "food", "n2": "cars"}], 1 / 3: [{"n1": "food", "n7": "home"}],
+        0: [{"n1": "Food"}, {"n7": "food"}, ["food", "home"], {}, "n1: food"]}),
 ]
 
 
@@ -129,8 +129,9 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
         ([FIRST, SECOND], [ONE, TWO], 1.0), ([FIRST, SECOND], ONE, 2 / 3),
         (f"x {FIRST} x", [ONE, TWO], 2 / 3), (FIRST, None, 0.0), ("none", [ONE], None),
         (None, [ONE], None)]),
-    "notes": ({"n": "cloud otter"}, {}, [
-        ("cloud otter", "animals", 1.0), ("cloud otter", "foods", 0.0), ("x", "", None)]),
+    "requests": ({"n": "set a 4 minute timer"}, {}, [
+        ("set a 4 minute timer", "phone", 1.0), ("set a 4 minute timer", "food", 0.0),
+        ("x", "", None)]),
 }
 
 
@@ -143,7 +144,7 @@ def test_a_child_is_scored_on_the_part_that_it_was_given(kind):
 
 
 @pytest.mark.parametrize("kind, digest", [
-    ("notes", "7f3d7e384e1c60a2"), ("evidence", "4e3f159824cba832"),
+    ("requests", "5dd79300db50bd16"), ("evidence", "4e3f159824cba832"),
     ("deep", "f4c9eac93f50e663")])
 def test_questions_are_what_they_were(kind, digest):
     """A seed names a question, in every run."""
@@ -156,22 +157,16 @@ def test_questions_are_what_they_were(kind, digest):
     assert hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16] == digest
 
 
-def test_gold_of_notes_is_what_the_dictionary_says_of_the_place():
-    """Of the words of a note from the place just one has a kind. The pairs of place and
-    word in held-out answers occur in no note of training."""
-    pairs = {False: set(), True: set()}
-    for seed, tokens, heldout in product(range(60), (None, 1_200), (False, True)):
-        task = make(notes, random.Random(seed), tokens, heldout)
+def test_gold_of_requests_is_what_people_labelled_and_held_out_texts_are_apart():
+    texts = {False: set(), True: set()}
+    for seed, tokens, heldout in product(range(60), (None, 2_000), (False, True)):
+        task = make(requests, random.Random(seed), tokens, heldout)
+        texts[heldout].update(task.context.values())
         for name, text in task.context.items():
-            where = name.split()[0]
-            known = [word for word in text.split() if word in notes.KIND]
-            assert (name in task.answer) == (where == word_of(task))
-            if name in task.answer:
-                assert [notes.KIND[word] for word in known] == [task.answer[name]]
-            if name in task.answer or not heldout:
-                pairs[heldout].update((where, word) for word in known)
+            assert (name in task.answer) == (f'"{name.split()[0]}"' in task.query)
+            assert task.answer.get(name, requests.SUBJECT[text]) == requests.SUBJECT[text]
         assert reward(task, task.answer) == 1.0
-    assert not pairs[False] & pairs[True] and len(pairs[True]) > 100
+    assert not texts[False] & texts[True] and len(texts[True]) > 1000
 
 
 @pytest.mark.parametrize("context, answer, gold", [

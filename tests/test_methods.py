@@ -12,7 +12,7 @@ import tasks
 from baselines import methods
 from baselines.methods import flat
 from rlm import RLMConfig
-from tasks import Task, evidence, notes
+from tasks import Task, evidence, requests
 from tokenizer import Tokenizer
 from tree import Completion
 
@@ -82,10 +82,10 @@ def test_the_answer_to_evidence_is_its_lines_without_bullets_and_quotes():
     assert root.answer == ["a b", "c d", "e", "1.5 mm is small"]
 
 
-def test_the_answer_to_notes_is_read_from_json_and_from_lines():
-    task = tasks.make(notes, random.Random(0))
+def test_the_answer_to_requests_is_read_from_json_and_from_lines():
+    task = tasks.make(requests, random.Random(0))
     for text in (json.dumps(task.answer), "\n".join(f"- **{name}**: {kind}" for name, kind
                                                    in task.answer.items())):
         root = answer("direct", task, lambda node: f"The notes: {text}")
         assert tasks.reward(task, root.answer) == 1.0
-        assert "animals, plants, tools, foods" in root.turns[1].text
+        assert "money, travel, cars, food" in root.turns[1].text

@@ -249,7 +249,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(rlm, "collect", collect)
-    questions = Questions(tasks.load("notes"), heldout=4)
+    questions = Questions(tasks.load("requests"), heldout=4)
     asked = questions.heldout
     want = [(asked[i // 4], str(i // 4), [i]) for i in range(16)]
     assert on_ranks(8, sampled) == [want] * 8 and shares == [2] * 8

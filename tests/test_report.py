@@ -119,7 +119,7 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
              ("gone", tree("g", reward=0.0, group="u", failed=f"OSError({HOSTILE})"))]
     tokens = Node(end="final")
     tokens.add(Turn("assistant", "abc", (97, 98, 99), (0.0, -2.0, float("-inf"))))
-    early = Rollout(Task("t", "notes", "q", None), "t", tokens, 1.0)
+    early = Rollout(Task("t", "requests", "q", None), "t", tokens, 1.0)
     metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]
     metrics.append({"phase": "eval", "name": "validation", "step": 2, "score": 0.75})

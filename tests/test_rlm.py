@@ -439,7 +439,7 @@ def test_every_completion_has_a_key_of_its_own():
 
 def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(tmp_path):
     assert rlm.load_config(str(tmp_path), 512) == RLMConfig(window=512)
-    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", "notes",
+    config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", "requests",
                        Limits(seconds=1.5, output_chars=77))
     config.save(str(tmp_path / "rlm.json"))
     assert rlm.load_config(str(tmp_path)) == config
@@ -499,15 +499,15 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
 
 def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeypatch):
     """As in a notebook, where a loop runs."""
-    notes = tasks.make(tasks.load("notes"), random.Random(3), heldout=True)
+    asked = tasks.make(tasks.load("requests"), random.Random(3), heldout=True)
     trained = rlm.RLM(ROOT / "assets" / "tiny")
 
     async def notebook():
         return await asyncio.gather(
-            *(trained.acompletion(notes.query, notes.context) for _ in range(2)))
+            *(trained.acompletion(asked.query, asked.context) for _ in range(2)))
 
-    outside = trained.completion(notes.query, notes.context)
-    assert outside == notes.answer == trained.trace.answer
+    outside = trained.completion(asked.query, asked.context)
+    assert outside == asked.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
 
     async def grown(task, *_):

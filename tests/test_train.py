@@ -189,8 +189,8 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
 def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    task = tasks.make(tasks.load("notes"), random.Random(0))
-    config = setup.tiny_rlm(tasks.load("notes"))
+    task = tasks.make(tasks.load("requests"), random.Random(0))
+    config = setup.tiny_rlm(tasks.load("requests"))
     trees = train.scripted_trees([task] * 8, tokenizer, config, 0, World())
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
@@ -320,8 +320,8 @@ def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, mo
 
 
 def test_without_children_scripts_call_nobody():
-    config = evaluation.rlm_config_of("rlm0", setup.tiny_rlm(tasks.load("notes")))
-    questions = [tasks.make(tasks.load("notes"), random.Random(i)) for i in range(40)]
+    config = evaluation.rlm_config_of("rlm0", setup.tiny_rlm(tasks.load("requests")))
+    questions = [tasks.make(tasks.load("requests"), random.Random(i)) for i in range(40)]
     trees = train.scripted_trees(questions, None, config, 0, World())
     written = [turn.text for tree in trees for turn in tree.root.turns
                if turn.role == "assistant"]

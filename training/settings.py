@@ -54,7 +54,7 @@ class RunConfig:
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
     task: str = flag(
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
-            "notes, or what the fields of --data say", common=True)
+            "requests, or what the fields of --data say", common=True)
     reward: str = flag(
         "", "what scores in the task's place: path/to/file.py[:function]")
     plan: bool = flag(False, "print what the run needs in memory and stop")
