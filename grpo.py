@@ -33,11 +33,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from engine.packing import Pack
 from tree import Node, Rollout
 from util import check, flag
 
@@ -155,58 +156,57 @@ def dealt(rollouts: list[Rollout], config: GRPOConfig) -> list[list[Rollout]]:
     return [[r for r in rollouts if place[r.group] == i] for i in range(config.updates)]
 
 
-def clipped_loss(logprobs_N: Tensor, log_ratio_N: Tensor, pack: dict,
+def clipped_loss(logprobs_N: Tensor, ratio_N: Tensor, pack: Pack,
                  config: GRPOConfig) -> Tensor:
     """-min(rho A, clip(rho) A) of each token (PPO, 1707.06347): (N). Another objective may
-    have another `loss`. It sees the tokens of whole rows, pack["sampled"] of each."""
-    A_N, ratio_N = pack["advantages"], log_ratio_N.exp()
-    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    have another `loss`. It sees the tokens of whole rows, pack.sampled of each."""
+    A_N, clipped_N = pack.advantages, ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -torch.minimum(ratio_N * A_N, clipped_N * A_N)
 
 
-def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: dict, config: GRPOConfig,
+def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRPOConfig,
                 loss: Callable = clipped_loss) -> tuple[Tensor, dict[str, Tensor]]:
     """-J over the N sampled tokens of a pack, and what is watched of each, {name: (N)}.
 
-    `pack` is what engine.packing.collate returned, with up to two more tensors (N): "old",
-    the log-probabilities before the first of several updates, and "reference", those of
-    pi_ref for the KL term."""
-    A_N = pack["advantages"]
-    old_N = pack.get("old", logprobs_N).detach()
+    With one update per batch the policy is still pi_old. Then rho is 1, so "ratio",
+    "clipped" and "kl" are constant, and only the gradient depends on rho."""
+    A_N = pack.advantages
+    old_N = (logprobs_N if pack.old is None else pack.old).detach()
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()  # rho_t
-    loss_N = loss(logprobs_N, log_ratio_N, pack, config)
+    loss_N = loss(logprobs_N, ratio_N, pack, config)
 
     reference_kl_N = torch.zeros_like(old_N)
     if config.kl:
-        distance_N = pack["reference"] - logprobs_N
+        distance_N = pack.reference - logprobs_N
         reference_kl_N = distance_N.exp() - distance_N - 1  # k3_t (Schulman, 2020)
         loss_N = loss_N + config.kl * ratio_N * reference_kl_N
 
-    trust_N = (old_N - pack["sampler"]).exp().clamp(max=TRUST_MAX)  # w_t
-    total = (pack["weights"] * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
+    trust_N = (old_N - pack.sampler).exp().clamp(max=TRUST_MAX)  # w_t
+    total = (pack.weights * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
 
     beyond_N = ratio_N - ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     watched = {
         "ratio": ratio_N, "clipped": (beyond_N * A_N > 0).to(old_N),
         "kl": ratio_N - 1 - log_ratio_N,  # k3 from the policy before the update
         "reference_kl": reference_kl_N, "entropy": entropies_N, "advantage": A_N.abs(),
-        "gap": (old_N - pack["sampler"]).abs()}
+        "gap": (old_N - pack.sampler).abs()}
     return total, {name: values_N.detach() for name, values_N in watched.items()}
 
 
 @torch.no_grad()
-def add_log_probabilities(packs: list[dict], config: GRPOConfig, model, reference) -> None:
-    """Add "old" and "reference" to the packs, as far as the loss needs them."""
-    for pack in packs:
-        inputs = pack["ids"], pack["mask"], pack["lengths"]
-        if config.updates > 1:
-            pack["old"], _ = model.logprobs(*inputs)
-        if reference:
-            pack["reference"], _ = reference.logprobs(*inputs)
-        elif config.kl:  # without its adapters the model is the reference
-            with model.adapters_off():
-                pack["reference"], _ = model.logprobs(*inputs)
+def compared(pack: Pack, config: GRPOConfig, model, reference) -> Pack:
+    """The pack with the log-probabilities of pi_old and pi_ref, where the loss needs
+    them."""
+    old_N = reference_N = None
+    if config.updates > 1:
+        old_N, _ = model.logprobs(pack)
+    if reference:
+        reference_N, _ = reference.logprobs(pack)
+    elif config.kl:  # without its adapters the model is the reference
+        with model.adapters_off():
+            reference_N, _ = model.logprobs(pack)
+    return replace(pack, old=old_N, reference=reference_N)
 
 
 def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:

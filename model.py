@@ -32,6 +32,7 @@ from engine import hf
 from engine.attention import PackedRows, Rows, again, gather, linear_float32
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, wide
 from engine.lora import Adaptable, Linear
+from engine.packing import Pack
 from engine.parallel import local_share
 from util import write_json
 
@@ -270,23 +271,18 @@ class Decoder(Adaptable):
         """(B, T) ids -> (B, T, V) logits."""
         return self.lm_head(self.hidden(ids_BT))
 
-    def logprobs(self, ids_BT: Tensor, mask_BT: Tensor,
-                 lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy (nats) of each token where mask is 1, given those
-        before it: two float32 (N,) in the order of the rows. Entropy has no gradient.
+    def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy (nats) of each sampled token of a pack, given those
+        of its row before it: two float32 (N,). Entropy has no gradient.
 
-        With `lengths`, B is 1 and T holds rows of these lengths one after another. Each row
-        sees only itself, and a common prefix is computed once. The mask of a row's first
-        token has to be 0."""
-        wanted = mask_BT[:, 1:].bool()  # position t predicts token t + 1
-        if lengths is None:
-            x_ND = self.hidden(ids_BT)[:, :-1][wanted]  # B T D -> N D
-        else:
-            rows = PackedRows(ids_BT[0].tolist(), lengths, ids_BT.device)
-            ids_BC = ids_BT[:, rows.computed]  # B T -> B C, each common prefix once
-            x_BCD = self.hidden(ids_BC, rows.positions[None], rows)
-            x_ND = gather(x_BCD[0], rows.states[:-1][wanted[0]])  # C D -> N D
-        target_N = ids_BT[:, 1:][wanted]  # B T -> N
+        T holds the rows one after another. Each sees only itself, and what several begin
+        with is computed once. A row's first token was not sampled."""
+        wanted_T = pack.mask[0, 1:].bool()  # position t predicts token t + 1
+        rows = PackedRows(pack.ids[0].tolist(), pack.lengths, pack.ids.device)
+        ids_BC = pack.ids[:, rows.computed]  # 1 T -> 1 C, each common prefix once
+        x_BCD = self.hidden(ids_BC, rows.positions[None], rows)
+        x_ND = gather(x_BCD[0], rows.states[:-1][wanted_T])  # C D -> N D
+        target_N = pack.ids[0, 1:][wanted_T]  # T -> N
         chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)
 

@@ -185,7 +185,7 @@ def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> floa
     tokens = sum(node.sampled for node in nodes)
     total = 0.0
     for pack in packing.packs(rows, plan, world, DEVICE):
-        logprobs, _ = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+        logprobs, _ = model.logprobs(pack)
         loss = -logprobs.sum() / tokens
         (loss * world.size).backward()  # FSDP averages over the ranks
         total += loss.item()
@@ -264,13 +264,13 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
     config, plan, world = setup.config, setup.plan, setup.run.world
     lr, sums = learning_rate(config, setup.run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
-    batches = [(rows, packing.packs(rows, plan, world, DEVICE)) for rows in batches if rows]
-    for _, packs in batches:  # of all, before the first step
-        grpo.add_log_probabilities(packs, config, model, reference)
-    for rows, packs in batches:
+    batches = [rows for rows in batches if rows]
+    packs_of = [[grpo.compared(pack, config, model, reference)  # before the first step
+                 for pack in packing.packs(rows, plan, world, DEVICE)] for rows in batches]
+    for rows, packs in zip(batches, packs_of):
         part, watch = Counter(), steady.Watch(model, rows, plan, world)
         for pack in packs:
-            logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+            logprobs, entropy = model.logprobs(pack)
             loss, watched = policy_loss(logprobs, entropy, pack, config, setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
             part.update(totals(loss, watched))  # adds

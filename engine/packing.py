@@ -37,8 +37,8 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @dataclass
-class Pack:
-    """Rows that are computed together."""
+class Load:
+    """Rows that are to be computed together, while they are divided."""
     rows: list = field(default_factory=list)
     size: float = 0.0  # what they take in memory, in tokens
     cost: float = 0.0  # what they take in time
@@ -50,7 +50,7 @@ class Pack:
 
 
 def families(rows: list, limit: float, attention_cost: float,
-             seen_cost: float) -> list[Pack]:
+             seen_cost: float) -> list[Load]:
     """The rows that begin alike in packs of at most this size, or of one row. In the order
     of their tokens, a row joins the one before it. A new family begins where it computes
     little again, because small ones are easier to pack."""
@@ -60,7 +60,7 @@ def families(rows: list, limit: float, attention_cost: float,
         size = (1 + seen_cost) * length
         before = result[-1].size if result else limit
         if before + size - shared > limit or shared < WORTH_SHARING * before:
-            result.append(Pack())
+            result.append(Load())
             shared = 0
         cost = (length - shared) * (1 + attention_cost * length)
         result[-1].add([rows[i]], size - shared, cost)
@@ -76,7 +76,7 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
     number of packs; some are empty if rows are few. A token in a row of T tokens takes the
     time 1 + attention_cost * T. At any moment all ranks work on packs of similar cost, so
     that no rank waits long for another."""
-    def placed(units: list[Pack], packs: list[Pack]) -> bool:
+    def placed(units: list[Load], packs: list[Load]) -> bool:
         """Put each unit into the cheapest pack that has room, the largest first."""
         for unit in sorted(units, key=attrgetter("size"), reverse=True):
             with_room = [pack for pack in packs
@@ -92,13 +92,29 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
         units = families(rows, limit, attention_cost, seen_cost)
     tokens = sum(min(unit.size, max_tokens) for unit in units)
     count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
-    while not placed(units, packs := [Pack() for _ in range(count)]):
+    while not placed(units, packs := [Load() for _ in range(count)]):
         count += ranks
     packs.sort(key=attrgetter("cost"), reverse=True)
     return [pack.rows for pack in packs[rank::ranks]]
 
 
-def packs(rows: list, memory, world, device) -> list[dict]:
+@dataclass
+class Pack:
+    """A micro-batch: rows (grpo.Row) as tensors, T tokens, N of them sampled. The order of
+    sampled tokens is that of model.logprobs."""
+    ids: Tensor  # (1, T)
+    mask: Tensor  # (1, T), 1 for sampled tokens
+    lengths: list[int]  # of each row, in tokens
+    depths: list[int]  # of each row's node
+    sampled: list[int]  # of each row, its sampled tokens
+    sampler: Tensor  # (N), their log-probabilities when they were sampled
+    advantages: Tensor  # (N)
+    weights: Tensor  # (N), what each weighs in the loss
+    old: Tensor | None = None  # (N), those before the first of several updates
+    reference: Tensor | None = None  # (N), those of pi_ref, for a KL term
+
+
+def packs(rows: list, memory, world, device) -> list[Pack]:
     """This rank's share of the rows, as micro-batches on the device. `memory` is a Plan."""
     plan = memory.for_packs
     shares = micro_batches(rows, plan.row, plan.attention_cost, plan.seen_cost,
@@ -106,23 +122,20 @@ def packs(rows: list, memory, world, device) -> list[dict]:
     return [collate(share, device) for share in shares]
 
 
-def collate(rows: list, device) -> dict[str, Tensor | list[int]]:
-    """A pack of rows (grpo.Row) as tensors, T tokens, N of them sampled. An empty pack has
-    one token, with mask 0. The order of sampled tokens is that of model.logprobs."""
+def collate(rows: list, device) -> Pack:
+    """The pack of these rows. Without rows it has one token, with mask 0."""
     def flat(values) -> Tensor:
         listed = [value for row in rows for value in values(row)]
         return torch.tensor(listed, dtype=torch.float32, device=device)
 
     ids = [i for row in rows for i in row.ids]
     mask = [m for row in rows for m in row.mask]
-    return {
-        "ids": torch.tensor([ids or [0]], device=device),  # (1, T)
-        "mask": torch.tensor([mask or [0]], device=device),  # (1, T)
-        "lengths": [len(row.ids) for row in rows] or [1],  # (rows)
-        "depths": [row.depth for row in rows],  # (rows)
-        "sampled": [sum(row.mask) for row in rows],  # (rows)
-        # (N) each
-        "sampler": flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
-        "advantages": flat(lambda row: row.advantages),
-        "weights": flat(lambda row: [row.weight] * sum(row.mask)),
-    }
+    return Pack(
+        ids=torch.tensor([ids or [0]], device=device),
+        mask=torch.tensor([mask or [0]], device=device),
+        lengths=[len(row.ids) for row in rows] or [1],
+        depths=[row.depth for row in rows],
+        sampled=[sum(row.mask) for row in rows],
+        sampler=flat(lambda row: [p for p, m in zip(row.logprobs, row.mask) if m]),
+        advantages=flat(lambda row: row.advantages),
+        weights=flat(lambda row: [row.weight] * sum(row.mask)))

@@ -112,7 +112,7 @@ def row_of(ids: list[int], given: int) -> Row:
 def our_losses(model: Decoder, rows: list[Row], max_tokens: int) -> Iterator[torch.Tensor]:
     for rows_of_pack in micro_batches(rows, max_tokens):
         pack = collate(rows_of_pack, model.lm_head.weight.device)
-        logprobs, entropies = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+        logprobs, entropies = model.logprobs(pack)
         yield policy_loss(logprobs, entropies, pack, GRPOConfig())[0]
 
 

@@ -18,9 +18,11 @@ import torch
 
 from engine import parallel
 from engine.device import DEVICE
+from engine.packing import collate
 from engine.pages import token_bytes
 from engine.plan import GIB, SHORT, Plan, Sizes
 from experiments.bench import clock, our_losses, row_of, step
+from grpo import Row
 from model import Decoder, DecoderConfig
 from sampler import Sampler
 
@@ -60,10 +62,10 @@ def agreement(model: Decoder) -> None:
     sampled = torch.tensor([new.logprobs for new in done], device=DEVICE).flatten()  # N
     ids = torch.tensor(
         [[*given, *new.ids] for given, new in zip(prompts, done)], device=DEVICE)  # B T
-    mask = torch.ones_like(ids)
-    mask[:, :-NEW] = 0
-    plain, _ = model.logprobs(ids, mask)  # N
-    packed, _ = model.logprobs(ids.view(1, -1), mask.view(1, -1), [ids.shape[1]] * 3)
+    rows = [Row(row, [0] * (len(row) - NEW) + [1] * NEW, [], [], 1.0)
+            for row in ids.tolist()]
+    plain = torch.cat([model.logprobs(collate([row], DEVICE))[0] for row in rows])  # N
+    packed, _ = model.logprobs(collate(rows, DEVICE))
     for name, got in (("sampler", sampled), ("packed rows", packed)):
         gap = (got - plain).abs()
         show(f"{name}: mean, largest difference", gap.mean().item(), gap.max().item())

@@ -120,7 +120,7 @@ def update(recompute=False, rank=0, hybrid=False, empty=False):
     host.ids, host.sampled = sum(ids, []) or [0], 10 * len(ids)
     pack = collate([Row(row, [0] * (len(row) - 10) + [1] * 10, [-1.0] * len(row),
                         [1.0] * 10, 1.0) for row in ids], GPU)
-    logprobs, entropy = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
+    logprobs, entropy = model.logprobs(pack)
     check(logprobs, torch.float32)
     policy_loss(logprobs, entropy, pack, GRPOConfig())[0].backward()
     trained = [weight for weight in model.parameters() if weight.requires_grad]

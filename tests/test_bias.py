@@ -49,8 +49,8 @@ def test_only_summed_children_constant_length_no_std_give_the_true_gradient(swit
         rows = make_rows(rollouts, credit(rollouts, config), config)
         if rows:
             pack = collate(rows, "cpu")
-            sampled = logprobs[pack["ids"][pack["mask"].bool()]]
-            pack["sampler"] = sampled.detach()
+            sampled = logprobs[pack.ids[pack.mask.bool()]]
+            pack.sampler = sampled.detach()
             loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
             gradient, = torch.autograd.grad(-loss, theta, retain_graph=True)
             expected += logprobs.detach()[ids].sum().exp() * gradient * LENGTH_CONSTANT

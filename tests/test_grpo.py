@@ -2,6 +2,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,7 +11,7 @@ import torch
 from test_sampler import HYBRID
 
 from engine.attention import PackedRows, gather
-from engine.packing import collate, micro_batches
+from engine.packing import Pack, collate, micro_batches
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
                   credit, dealt, make_rows, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
@@ -133,6 +134,11 @@ def test_an_inert_switch_is_refused():
         GRPOConfig(length="batch")
 
 
+def pack_of(old, sampler, advantages, weights):
+    return Pack(None, None, [], [], [], sampler, torch.tensor(advantages),
+                torch.tensor(weights), old)
+
+
 @pytest.mark.parametrize("ratio, advantage, surrogate, slope, clipped", [
     (1.0, 2.0, 2.0, 2.0, 0), (1.0, -2.0, -2.0, -2.0, 0), (1.1, 2.0, 2.2, 2.2, 0),
     (1.5, 2.0, 2.56, 0.0, 1),  # a good token: no more than 1 + eps_high
@@ -143,8 +149,7 @@ def test_an_inert_switch_is_refused():
 def test_the_clipped_surrogate_by_hand(ratio, advantage, surrogate, slope, clipped):
     old = torch.tensor([-1.0], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
-    pack = {"old": old, "sampler": old, "advantages": torch.tensor([advantage]),
-            "weights": torch.tensor([0.5])}
+    pack = pack_of(old, old, [advantage], [0.5])
     loss, watched = policy_loss(new, torch.zeros(1), pack, GRPOConfig())
     loss.backward()
     assert loss.item() == pytest.approx(-0.5 * surrogate) and watched["clipped"] == clipped
@@ -155,8 +160,7 @@ def test_what_is_watched_of_a_batch_by_hand():
     old = torch.tensor([-1.0, -2.0, -0.5])
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
-    pack = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
-            "weights": torch.tensor([0.1, 0.2, 0.3])}
+    pack = pack_of(old, sampler, [1.0, -1.0, 0.5], [0.1, 0.2, 0.3])
     loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
@@ -190,7 +194,7 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs):
     reference_BT = old_BT + 0.3 * torch.randn(tool_BT.shape)
 
     old_N, reference_N, new_N = (x[tool_BT.bool()] for x in (old_BT, reference_BT, new_BT))
-    pack |= {"old": old_N, "sampler": old_N, "reference": reference_N}
+    pack = replace(pack, old=old_N, sampler=old_N, reference=reference_N)
     policy_loss(new_N, torch.zeros(len(new_N)), pack, config)[0].backward()
     ours, new_BT.grad = new_BT.grad, None
 
@@ -281,9 +285,9 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
         model.zero_grad()
         sums = Counter()
         for pack in packs:
-            got = model.logprobs(pack["ids"], pack["mask"], pack["lengths"])
-            loss, watched = policy_loss(*got, pack | {"old": got[0].detach() - 0.25},
-                                        GRPOConfig())
+            got = model.logprobs(pack)
+            before = replace(pack, old=got[0].detach() - 0.25)
+            loss, watched = policy_loss(*got, before, GRPOConfig())
             loss.backward()
             sums.update(totals(loss, watched))
         return sums, [w.grad.clone() for w in model.parameters()]
@@ -291,7 +295,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
     for seed in range(tries):
         rows = random_rows(3 + seed % 7, seed, longest, alike=0.8)
         together = collate(rows, "cpu")
-        packed = PackedRows(together["ids"][0].tolist(), together["lengths"], "cpu")
+        packed = PackedRows(together.ids[0].tolist(), together.lengths, "cpu")
         assert len(packed.computed) == distinct_tokens(rows)
 
         model.recompute_above = 0 if seed % 2 else math.inf

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import model as model_module
 from engine import hf
-from engine.attention import linear_float32
+from engine.attention import PackedRows, linear_float32
+from engine.packing import collate
+from grpo import Row
 from model import Decoder, DecoderConfig
 
 SHAPES = {  # heads, key/value heads, head_dim, tied
@@ -67,7 +69,7 @@ def test_recomputing_layers_changes_no_gradient(less, times):
     again.recompute_above = ids.numel() - less
     again.model["layers"][1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model in (plain, again):
-        model.logprobs(ids, masked(ids))[0].sum().backward()
+        model.logprobs(packed(ids, masked(ids)))[0].sum().backward()
     assert len(calls) == times  # forward; if too long, once more in the backward pass
     for a, b in zip(plain.parameters(), again.parameters()):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-6)
@@ -107,6 +109,12 @@ def test_logits_and_greedy_tokens_are_those_that_transformers_gave(name, tmp_pat
 
 # --- log-probabilities --------------------------------------------------------------------
 
+def packed(ids, mask):
+    """The pack of the rows of two tensors. What is sampled begins behind a row's first."""
+    return collate([Row(row, [0, *marks[1:]], [0.0] * len(row), [], 1.0)
+                    for row, marks in zip(ids.tolist(), mask.tolist())], "cpu")
+
+
 def plain_logprobs(model, ids, mask):
     """What `logprobs` promises, from all logits at once."""
     all_BTV = model(ids)[:, :-1].log_softmax(-1)
@@ -124,7 +132,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_full_logits(chunk, shap
     model, plain = build(shape), build(shape)
     ids = some_ids(model, rows=3)
     mask = masked(ids)
-    got, got_entropy = model.logprobs(ids, mask)
+    got, got_entropy = model.logprobs(packed(ids, mask))
     want, want_entropy = plain_logprobs(plain, ids, mask)
     assert got.shape == got_entropy.shape == (int(mask.sum()),)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
@@ -147,7 +155,7 @@ def test_logits_exist_for_some_tokens_at_a_time(monkeypatch):
     monkeypatch.setattr(model_module, "LOGITS_BYTES", 4 * VOCABULARY * 7)
     monkeypatch.setattr(model_module, "linear_float32", watched)
     model, ids = build(), torch.zeros(1, 31, dtype=torch.long)
-    model.logprobs(ids, torch.ones_like(ids))[0].sum().backward()
+    model.logprobs(packed(ids, torch.ones_like(ids)))[0].sum().backward()
     assert seen == [7, 7, 7, 7, 2] * 2  # of 30; in the backward pass once more
 
 
@@ -249,9 +257,10 @@ def test_logits_are_float32_where_layers_compute_in_bfloat16():
     ids = torch.randint(0, model.config.vocab_size, (1, 30))
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        hidden = model.hidden(ids)[0, :-1].double()
+        rows = PackedRows(ids[0].tolist(), [30], "cpu")
+        hidden = model.hidden(ids, rows.positions[None], rows)[0, :-1].double()
         exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
-        got, _ = model.logprobs(ids, mask)
+        got, _ = model.logprobs(packed(ids, mask))
         logits = linear_float32(hidden.bfloat16(), model.lm_head.weight)
     want = exact.gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)

@@ -107,8 +107,8 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss():
     online = logits.clone().requires_grad_()
     for part in micro_batches(rows, 1):
         pack = collate(part, "cpu")
-        logprobs = online.log_softmax(0)[pack["ids"][pack["mask"].bool()]]
-        pack["sampler"] = logprobs.detach()
+        logprobs = online.log_softmax(0)[pack.ids[pack.mask.bool()]]
+        pack.sampler = logprobs.detach()
         policy_loss(logprobs, torch.zeros(len(logprobs)), pack, config)[0].backward()
     assert torch.allclose(online.grad, textbook.grad, atol=1e-7)
     assert textbook.grad.abs().max() > 0.01

@@ -75,7 +75,8 @@ def take_step(out, kind, number, world):
     """Resume, take one step, save. Of two ranks the first gets 3 rows, the other one 7.
     Returns loss, gradients, weights and metrics."""
     found, optimizer_step = {}, train.optimizer_step
-    add_log_probabilities = grpo.add_log_probabilities
+    compared = grpo.compared
+    row = grpo.Row([*range(9)], [0] + [1] * 8, [0.0] * 9, [], 1.0)
 
     def watch(model, *more):
         found["gradients"] = {name: full_tensor(weight.grad).clone()
@@ -86,16 +87,16 @@ def take_step(out, kind, number, world):
     def collect(run, model, *more):
         # A forward pass without a backward pass must leave no weight gathered.
         with torch.no_grad():
-            model.logprobs(torch.arange(9)[None], torch.ones(1, 9))
+            model.logprobs(packing.collate([row], "cpu"))
         sharded = all(isinstance(w, DTensor) for w in model.parameters())
         assert (world.size == 2) == sharded
         found["model"] = model
         return trees(number)
 
-    def score(packs, config, model, reference):
+    def score(pack, config, model, reference):
         weights = reference.parameters() if reference else []
         assert all(isinstance(w, DTensor) == (world.size == 2) for w in weights)
-        return add_log_probabilities(packs, config, model, reference)
+        return compared(pack, config, model, reference)
 
     def unequal(rows, *_):
         return [rows[:3], rows[3:]][world.rank:world.rank + 1]
@@ -111,7 +112,7 @@ def take_step(out, kind, number, world):
         patch.setattr(train, "sample_trees", collect)
         patch.setattr(train, "evaluate", lambda *_: None)
         patch.setattr(train, "optimizer_step", watch)
-        patch.setattr(grpo, "add_log_probabilities", score)
+        patch.setattr(grpo, "compared", score)
         patch.setattr(Run, "log_step", lambda *args: found.update(metrics=args[-1]))
         patch.setattr(Run, "finish", lambda run: None)
         if world.size == 2:

@@ -46,15 +46,14 @@ class Watch:
     @torch.no_grad()
     def logprobs(self) -> list[Tensor]:
         """Of the sampled tokens, pack by pack."""
-        return [self.model.logprobs(pack["ids"], pack["mask"], pack["lengths"])[0]
-                for pack in self.packs]
+        return [self.model.logprobs(pack)[0] for pack in self.packs]
 
     def forgot(self) -> float:
         """In [0, 1], the same on all ranks."""
         changes = []
         for pack, before, after in zip(self.packs, self.before, self.logprobs()):
-            for depth, part in zip(pack["depths"],
-                                   (after - before).double().split(pack["sampled"])):
+            rows = (after - before).double().split(pack.sampled)
+            for depth, part in zip(pack.depths, rows):
                 by_rounding = expected_loss(self.rounding * math.sqrt(len(part)))
                 share = -math.expm1(min(0.0, part.sum().item()))
                 changes.append((depth, share - by_rounding))
