@@ -166,7 +166,8 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
 
 def _sharing(questions: list[Task]) -> list[set[int]]:
     """The places of the questions, in groups that have no text in common: no document of a
-    dict or a list, else no whole context. Line breaks make no difference."""
+    dict or a list, else no whole context. Where there is no text, the question is the text.
+    Line breaks make no difference."""
     earlier = list(range(len(questions)))  # a place in the same group; the first: itself
     seen: dict[int, int] = {}  # a text's hash -> the place that had it first
 
@@ -182,7 +183,8 @@ def _sharing(questions: list[Task]) -> list[set[int]]:
             parts = parts.values()
         elif not isinstance(parts, list):
             parts = [parts]
-        for text in filter(None, (" ".join(str(part).split()) for part in parts)):
+        *texts, query = (" ".join(str(part).split()) for part in (*parts, task.query))
+        for text in filter(None, texts) if any(texts) else [query]:
             low, high = sorted((first(i), first(seen.setdefault(hash(text), i))))
             earlier[high] = low
     groups: dict[int, set[int]] = {}

@@ -212,7 +212,7 @@ def test_a_selection_may_have_other_line_breaks_than_its_paper(tmp_path, paper, 
 
 def test_split_is_disjoint_complete_and_the_same_every_time():
     for n in (2, 3, 10, 700):
-        every = [Task(str(i), "evidence", "q", {}, {}) for i in range(n)]
+        every = [Task(str(i), "evidence", f"q{i}", {}, {}) for i in range(n)]
         train, held = split(every)
         assert sorted(t.id for t in train + held) == sorted(t.id for t in every)
         assert len(held) == min(128, max(1, n // 5)) and train
@@ -244,5 +244,11 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
     assert not texts(train) & texts(held)
     lists = [replace(task, context=[*task.context.values()]) for task in chain + pairs]
     assert [t.id for t in split(lists)[1]] == [t.id for t in held]  # whatever holds them
-    empty = [Task(str(i), "qa", "q", "" if i < 9 else "text", []) for i in range(10)]
-    assert len(split(empty)[1]) == 2  # where there is no text, none is shared
+
+
+@pytest.mark.parametrize("empty", ["", [], {"a": " "}])
+def test_where_there_is_no_text_the_same_question_is_on_one_side_of_the_split(empty):
+    rows = [Task(str(i), "qa", f"What is {i % 30}  plus\n1?", empty, []) for i in range(100)]
+    train, held = split(rows)
+    assert not {task.query for task in train} & {task.query for task in held}
+    assert 16 < len(held) <= 20
