@@ -316,7 +316,9 @@ def most_likely(logprobs_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tenso
     of the others: (B, V)."""
     falling_BV, order_BV = logprobs_BV.sort(-1, descending=True)
     before_BV = falling_BV.exp().cumsum(-1) - falling_BV.exp()  # of those more likely
-    falling_BV = falling_BV.masked_fill(before_BV > top_p_B[:, None], -math.inf)
+    beyond_BV = before_BV >= top_p_B[:, None].float()
+    beyond_BV[:, 0] = False  # the likeliest is kept, whatever top_p is
+    falling_BV = falling_BV.masked_fill(beyond_BV, -math.inf)
     return falling_BV.scatter(1, order_BV, falling_BV).log_softmax(-1)
 
 

@@ -1,4 +1,5 @@
 """Trees: what a node holds, how a tree is stored, and how it is shown."""
+import math
 import os
 import unicodedata
 from pathlib import Path
@@ -6,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasks import Task
-from tree import Node, Rollout, Turn, printable, read_rollouts, render, write_rollouts
+from tree import (Node, Rollout, Sampling, Turn, printable, read_rollouts, render,
+                  write_rollouts)
 
 HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
 
@@ -72,6 +74,13 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
     path.write_bytes(path.read_bytes() + bad + b"\n")
     with pytest.raises(ValueError, match=f"^{path} line 2: .*$"):
         read_rollouts(str(path))
+
+
+@pytest.mark.parametrize("temperature, top_p", [
+    (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, -1.0), (1.0, math.nan), (1.0, 2.0)])
+def test_a_sampling_that_means_nothing_is_refused(temperature, top_p):
+    with pytest.raises(ValueError, match="^[^\n]+$"):
+        Sampling(temperature, top_p)
 
 
 def test_what_a_model_wrote_cannot_drive_the_terminal():
