@@ -79,7 +79,9 @@ class _Tree:
         self.policy, self.tokenizer = policy, tokenizer
         self.config, self.key = config, key
         self.nodes_left = config.max_nodes
-        self.tokens_left = config.tree_tokens
+        self.tokens_left = config.tree_tokens  # neither used nor reserved
+        self.speaking = 0  # messages that are sampled now
+        self.given_back = asyncio.Event()
         self.seconds_left = config.seconds
 
     def root(self) -> tuple[Node, str]:
@@ -141,17 +143,22 @@ class _Tree:
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:
-        """Add one completion, whose tokens are reserved from the tree's budget first. Sets
-        the node's end if nothing is left, even where a message that is sampled now will
-        give some back, or if the policy refuses."""
+        """Add one completion, whose tokens are reserved from the tree's budget first. What
+        others reserve may come back, so it waits for them if too little is left: no message
+        is shorter because others are sampled beside it. Sets the node's end if nothing is
+        left, or if the policy refuses."""
         room = self.room(node)
-        reserved = min(self.config.turn_tokens, room, self.tokens_left)
+        wanted = min(self.config.turn_tokens, room)
+        while self.tokens_left < wanted and self.speaking:
+            await self.given_back.wait()
+        reserved = min(wanted, self.tokens_left)
         if reserved < 1 or self.seconds_left <= 0:
             node.end = "window" if room < 1 else "budget"
             return
 
         used = 0
         self.tokens_left -= reserved
+        self.speaking += 1
         try:
             completion = await self.policy(
                 node, reserved, (*self.key, node.path, node.written))
@@ -163,6 +170,9 @@ class _Tree:
             return
         finally:
             self.tokens_left += reserved - used
+            self.speaking -= 1
+            self.given_back.set()  # all who wait look again,
+            self.given_back.clear()  # and may have to wait for the next
         if not completion.ids:
             node.counted += used
         text = completion.text
