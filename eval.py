@@ -10,7 +10,6 @@ or a server lost are counted apart and stay out of the means.
 
 Left out: several answers per question (pass@k), and differences of two models.
 """
-import argparse
 import asyncio
 import itertools
 import math
@@ -19,25 +18,27 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import ModuleType
 
 import engine  # before torch: it says how torch's threads wait
 
-import rlm
 import tasks
 import util
+from ask import Answering, policy_of
+from config import RLMConfig, load_config, task_of
 from repl import REPLError, trees_at_once
-from rlm import RLMConfig, side_by_side
+from rlm import rollout
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from training import report
 from training.scores import differences, record_of, summary, trained_as
-from tree import Completion, Node, Rollout, Sampling, write_rollouts
-from util import write_text
+from training.trees import Job, grow, side_by_side
+from tree import Completion, Node, Rollout, write_rollouts
+from util import flag, write_text
 
 # The last three are in baselines/methods.py.
 METHODS = ("rlm0", "rlm1", "rlm2", "direct", "compaction", "retrieval")
@@ -60,129 +61,123 @@ def rlm_config_of(method: str, config: RLMConfig) -> RLMConfig:
 # ------------------------------------------------------------------------------------------
 # The command line
 
-def read_flags() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    def lengths(text: str) -> list[int]:
-        return [int(part.replace("k", "000").replace("m", "000000"))
-                for part in names(text)]
-
-    parser = util.parser("Score methods on questions.")
-    add = parser.add_argument
-    only = parser.add_mutually_exclusive_group().add_argument
-    only("--model", help="checkpoint directory")
-    only("--api", metavar="URL", help="as http://localhost:8000/v1; key: OPENAI_API_KEY")
-    add("--api-model", metavar="NAME", help="the server's model")
-    add("--policy", choices=("oracle",), help="the kind's script in place of a model")
-    add("--methods", type=names, help=f"some of {','.join(METHODS)} (default: the rlm that "
-        "the checkpoint was trained as, else rlm1)")
-    add("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
-    add("--top-p", type=float, default=1.0, help="share to sample from (default 1.0: all)")
-    add("--sandbox", default="auto", choices=rlm.CHOICES["sandbox"],
-        help="namespaces around the REPL (default auto: where possible)")
-    add("--tasks", type=names, help="kinds of questions, as a,b; each is a name or "
-        "path/to/my_task.py (default: what the checkpoint was trained on, if it is no "
-        "file, else requests; with --data what its fields say)")
-    add("--rlm", default="", help="file with fields of rlm.json, in place of the model's")
-    add("--lengths", type=lengths, default=[None], help="of contexts, as 8000,128k,1m: "
-        "characters / 4, so about tokens (default: the kind's usual length)")
-    add("--data", help="JSONL file of questions of the one kind in --tasks")
-    add("--split", default="heldout", choices=("heldout", "train", "all"),
-        help="questions kept from training (the default), those of training, or all")
-    add("--n", type=int, default=128, help="questions per kind and length (default 128)")
-    add("--seed", type=int, default=0, help="of questions and sampling (default 0)")
-    add("--reward", help="file.py or file.py:function that scores in place of the task")
-    add("--html", help="write the report, one page, to this file")
-    add("--save", help="write the trees to this JSONL file, after each line of the table")
-    args = parser.parse_args()
-    if not (args.model or args.policy or args.api and args.api_model):
-        parser.error("needs --model DIR, or --api URL with --api-model, or --policy oracle")
-    if args.policy and args.api:
-        parser.error("--policy oracle asks no server")
-    if args.data and args.lengths != [None]:
-        parser.error("--lengths is for generated questions, not for those of --data")
-    for unknown in set(args.methods or ()) - set(METHODS):
-        parser.error(f"there is no method {unknown}")
-    return args
+@dataclass(frozen=True)
+class Evaluation:
+    """What is asked, and how."""
+    methods: str = flag("", f"some of {','.join(METHODS)}; empty: the rlm that the "
+                            "checkpoint was trained as, else rlm1", common=True)
+    policy: str = flag("", "the kind's script in place of a model", choices=("oracle",))
+    tasks: str = flag(
+        "", "kinds of questions, as a,b; each is a name or path/to/my_task.py; empty: what "
+            "the checkpoint was trained on, if it is no file, else requests; with --data "
+            "what its fields say", common=True)
+    lengths: str = flag(
+        "", "of contexts, as 8000,128k,1m: characters / 4, so about tokens; empty: the "
+            "kind's usual length", common=True)
+    data: str = flag("", "JSONL file of questions of the one kind in --tasks", common=True)
+    split: str = flag("heldout", "questions kept from training, those of training, or all",
+                      choices=("heldout", "train", "all"))
+    n: int = flag(128, "questions per kind and length", 1, common=True)
+    reward: str = flag("", "path/to/file.py[:function] that scores in place of the task")
+    html: str = flag("", "write the report, one page, to this file")
+    save: str = flag("", "write the trees to this JSONL file, after each line of the table")
 
 
-def questions_of(args: argparse.Namespace, kind: ModuleType, length: int | None) -> list:
+@dataclass(frozen=True)
+class EvalConfig(Evaluation, Answering):
+    """All flags in one flat object."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model != "") + (self.api != "") + (self.policy != "") != 1:
+            raise ValueError("give one of --model DIR, --api URL, --policy oracle")
+        if self.data and self.lengths:
+            raise ValueError("--lengths is for generated questions, not for --data")
+        for unknown in set(listed(self.methods)) - set(METHODS):
+            raise ValueError(f"there is no method {unknown}")
+
+
+def listed(text: str) -> list[str]:
+    """The parts of "a,b"; none of ""."""
+    return text.split(",") if text else []
+
+
+def lengths_of(text: str) -> list[int | None]:
+    """[8000, 1000000] of "8000,1m"; None is the usual length. Raises ValueError."""
+    return [int(part.replace("k", "000").replace("m", "000000"))
+            for part in listed(text)] or [None]
+
+
+def questions_of(flags: EvalConfig, kind: ModuleType, length: int | None) -> list:
     """The questions of a task: of --data the side that --split names, or generated."""
-    if not args.data:
-        return heldout_tasks(args.n, kind, args.seed, length=length,
-                             heldout=args.split != "train")
-    rows = read(args.data, kind)
-    if args.split != "all":
+    if not flags.data:
+        return heldout_tasks(flags.n, kind, flags.seed, length=length,
+                             heldout=flags.split != "train")
+    rows = read(flags.data, kind)
+    if flags.split != "all":
         trained, heldout = split(rows)
-        rows = trained if args.split == "train" else heldout
-    return rows[:args.n]
+        rows = trained if flags.split == "train" else heldout
+    return rows[:flags.n]
 
 
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                 score: Callable = tasks.reward) -> tuple[dict, Rollout]:
+                 reward: Callable | None = None) -> tuple[dict, Rollout]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, sampled
     begun = time.monotonic()
-    grow = rlm.rollout
+    made_by = rollout
     if method.startswith("rlm"):
         config = rlm_config_of(method, config)
     else:
         from baselines import methods
-        grow = partial(methods.answer, method)
+        made_by = partial(methods.answer, method)
 
     async def counted(node: Node, max_tokens: int, key: tuple) -> Completion:
         done = await policy(node, max_tokens, key)
         used.update(done.usage)
         return done
 
-    job = rlm.Job(task, key, task.id)
-    rollout = await rlm.scored_rollout(job, counted, tokenizer, config, score, grow)
-    return record_of(rollout) | {"in": used["prompt"], "out": used["sampled"],
-                                 "seconds": round(time.monotonic() - begun, 3)}, rollout
+    tree = Rollout(task, task.id, *await grow(
+        Job(task, key), counted, tokenizer, config, reward, made_by))
+    return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
+                              "seconds": round(time.monotonic() - begun, 3)}, tree
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(flags: EvalConfig) -> None:
     """Put every question to every method, and print the scores."""
-    tokenizer = None
-    config = rlm.load_config(args.model or "", math.inf, args.sandbox, args.rlm)
-    specs = args.tasks or [rlm.task_of(config)]
-    if args.data and not args.tasks and not hasattr(tasks.load(config.task), "read"):
+    config = load_config(flags.model, math.inf, flags.sandbox, flags.rlm)
+    specs = listed(flags.tasks) or [task_of(config)]
+    if flags.data and not flags.tasks and not hasattr(tasks.load(config.task), "read"):
         specs = [""]  # what it was trained on reads no files: the rows decide
-    loaded = [tasks.load(spec, args.data) for spec in specs]
+    loaded = [tasks.load(spec, flags.data) for spec in specs]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     for name in kinds:
-        for function in filter(None, (args.policy, not args.reward and "score")):
+        for function in filter(None, (flags.policy, not flags.reward and "score")):
             util.function_of(kinds[name], function)
-    for path in filter(None, (args.save, args.html)):
+    for path in filter(None, (flags.save, flags.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
-    score = util.load_function(args.reward, "score") if args.reward else tasks.reward
-    policy, sampling = None, Sampling(args.temperature, args.top_p)
-    if args.api:
-        from baselines.api import API
-        policy = API(args.api, args.api_model, sampling)
-    elif args.model:
-        model = rlm.RLM(
-            args.model, sampling, args.seed, args.sandbox, 96, args.rlm)
-        config, tokenizer, policy = model.config, model.tokenizer, model.policy
-    args.methods = args.methods or [trained_as(config)]
-    at_once = min(8 if args.api else 64, trees_at_once(config.max_nodes))
+    reward = util.load_function(flags.reward, "score") if flags.reward else None
+    lengths, policy, tokenizer = lengths_of(flags.lengths), None, None
+    if not flags.policy:
+        policy, tokenizer, config = policy_of(flags, batch=96)
+    methods = listed(flags.methods) or [trained_as(config)]
+    at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
     async def one(cell: tuple, number: int, task: Task) -> tuple[dict, Rollout]:
         chosen = policy
-        if args.policy:
+        if flags.policy:
             oracle = kinds[task.kind].oracle
             chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
-        record, rollout = await answer(cell[2], task, chosen, tokenizer, config,
-                                       (args.seed, *cell, number), score)
+        record, tree = await answer(cell[2], task, chosen, tokenizer, config,
+                                    (flags.seed, *cell, number), reward)
         # A seed gives the context again.
-        return record, replace(rollout, task=replace(task, context=None))
+        return record, replace(tree, task=replace(task, context=None))
 
     print(report.HEAD)
     cells, rows, trees = {}, [], {}
-    for cell in itertools.product(kinds, args.lengths, args.methods):
-        questions = questions_of(args, kinds[cell[0]], cell[1])
+    for cell in itertools.product(kinds, lengths, methods):
+        questions = questions_of(flags, kinds[cell[0]], cell[1])
         todo = [(cell, number, task) for number, task in enumerate(questions)]
         label = f"{cell[0]} {cell[2]}"
         answers = asyncio.run(side_by_side(one, todo, at_once, label))
@@ -192,28 +187,26 @@ def measure(args: argparse.Namespace) -> None:
         for why in sorted({record["failed"] for record in cells[cell]} - {""})[:3]:
             print(f"  failed: {why:.200}")
         name = " ".join(str(part) for part in cell if part is not None)
-        trees |= {f"{name} {i}": rollout for i, (_, rollout) in enumerate(answers)}
-        if args.save:
-            write_rollouts(args.save, trees.values())
+        trees |= {f"{name} {i}": tree for i, (_, tree) in enumerate(answers)}
+        if flags.save:
+            write_rollouts(flags.save, trees.values())
 
     pairs = differences(cells)
     for pair in pairs:
         print(report.difference_line(pair))
-    if args.html:
-        settings = {name: value for name, value in vars(args).items()
-                    if name not in ("html", "save")}
+    if flags.html:
         packed = report.pack(trees.items(), tokenizer)
-        write_text(args.html, report.page("Evaluation", settings, rows, {"": packed},
-                                          differences=pairs))
+        write_text(flags.html, report.page("Evaluation", asdict(flags), rows, {"": packed},
+                                           differences=pairs))
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")
 
 
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
-    args = read_flags()
     try:
-        measure(args)
+        measure(util.parse("Score methods on questions.", EvalConfig,
+                           {"what is asked": Evaluation, "who answers": Answering}))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:

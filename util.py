@@ -5,11 +5,12 @@ Standard library only. Left out: nested configurations, and files of settings.
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -79,30 +80,41 @@ def program(name: str) -> str:
 
 # --- command lines ------------------------------------------------------------------------
 # A dataclass can be one: a field that `flag` made is the flag --name. A class is a group of
-# flags. Classes are combined by inheritance, so a program has one flat configuration.
+# flags. Classes are combined by inheritance, so a program has one flat configuration. The
+# same check is made of a file's fields (rlm.json).
+
+TINY = 1e-12  # the least number above 0
 
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False,
-         shown: str = ""):
+         shown: str = "", words: str = ""):
     """A dataclass field that becomes --name with this help text.
 
-    A number has to be at least `least`, or the default. A text has to be one of `choices`
-    if there are any. The help lists the flags that are `common` first, and has `shown` in
-    place of the default."""
+    A number has to be at least `least`, a text one of `choices` if there are any; or the
+    default. The help lists the flags that are `common` first, and has `shown` in place of
+    the default. `words` makes it no flag but words of the command: "?" for one, "*" for
+    some, or none."""
     metadata = {"help": text, "least": least, "choices": choices, "common": common,
-                "shown": shown or default}
+                "shown": shown or default, "words": words}
     return field(default=default, metadata=metadata)
 
 
 def check(config) -> None:
-    """Raises ValueError for a number that is too small and for a text that is no choice."""
+    """Raises ValueError for a field of another type than its default, for a number that is
+    too small or not finite, and for a text that is no choice. Of a file's fields that no
+    `flag` made, numbers have to be above 0."""
     for f in fields(config):
-        value = getattr(config, f.name)
-        choices = f.metadata["choices"]
-        allowed = value == f.default or isinstance(value, str)
-        if not allowed and not value >= f.metadata["least"]:
-            raise ValueError(f"{f.name} is {value}, the least is {f.metadata['least']}")
+        value, usual = getattr(config, f.name), f.default
+        words = f.metadata.get("words") or usual is MISSING
+        if words or type(value) is type(usual) and value == usual:
+            continue
+        numbers = (int, float) if isinstance(usual, float) else (type(usual),)
+        choices, least = f.metadata.get("choices"), f.metadata.get("least", TINY)
+        if type(value) not in numbers:
+            raise ValueError(f"{f.name} cannot be {value!r}")
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
+        if type(value) in (int, float) and not least <= value < math.inf:
+            raise ValueError(f"{f.name} is {value}, the least is {least:g}")
 
 
 def parser(description: str, **more) -> argparse.ArgumentParser:
@@ -119,7 +131,8 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
     `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
     values that stand in for the defaults. Raises ValueError for what the classes refuse.
     Exits with status 2 for what is no flag, or no number."""
-    made = parser(description, usage="%(prog)s [--flag value ...]")
+    words = "".join(f" [{f.name}]" for f in fields(config_type) if f.metadata["words"])
+    made = parser(description, usage=f"%(prog)s [--flag value ...]{words}")
     common = made.add_argument_group("common flags")
     for title, group_type in groups.items():
         group = made.add_argument_group(title)
@@ -134,6 +147,9 @@ def parse(description: str, config_type, groups, earlier=lambda args: {}):
 def _add(group, f) -> None:
     name = "--" + f.name.replace("_", "-")
     text = f.metadata["help"].replace("%", "%%")
+    if f.metadata["words"]:
+        group.add_argument(f.name, nargs=f.metadata["words"], default=f.default, help=text)
+        return
     if isinstance(f.default, bool):
         group.add_argument(name, action="store_true", help=text)
         return
