@@ -97,7 +97,8 @@ class REPL:
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
         is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises closes
         the REPL and is raised here. Raises REPLError if the process cannot be started (also
-        if `tools` raises), if the server is lost, and if the REPL is closed.
+        if `tools` raises), if the server is lost, and if the REPL is closed. A context that
+        does not fit into its memory is no error: the result has died of "memory".
         """
         import asyncio  # not above: the server imports this file, and does without asyncio
 
@@ -133,7 +134,9 @@ class REPL:
                         seconds = json.loads(data[HEADER.size:])
                         kind, data = await self._receive()
                         result = read_result(data, self.limits)
-                        if kind == b"F":
+                        if kind == b"F" and "MemoryError" in result.error:
+                            result = replace(result, died="memory")
+                        elif kind == b"F":
                             raise REPLError(f"the REPL did not start: {result.error}")
                         return replace(result, seconds=seconds)
                     query = read_query(data)
@@ -231,13 +234,22 @@ class Worker:
     def loop(self) -> None:
         """Run what the client sends."""
         sys.stdout = sys.stderr = self.capture  # one for all: loggers keep it
+        try:
+            self.run(self.start)
+        except MemoryError:
+            most = f"{self.limits.memory_mb} MB of memory"
+            error = f"MemoryError: the context does not fit into {most}"
+            self.sock.sendall(self.frame(b"S", error))
         while True:
-            kind, data = self.receive()
-            self.capture.empty()
-            self.open, self.ending = True, False
-            self.called = Counter()  # how often the code called each tool
-            handle = self.start if kind == b"S" else self.block
-            handle(**json.loads(data[HEADER.size:]))
+            self.run(self.block)
+
+    def run(self, handle: Callable) -> None:
+        """Wait for a frame, and call `handle` with what it says."""
+        _, data = self.receive()
+        self.capture.empty()
+        self.open, self.ending = True, False
+        self.called = Counter()  # how often the code called each tool
+        handle(**json.loads(data[HEADER.size:]))
 
     def start(self, context: Any, tools: str, question: str) -> None:
         """Fill the namespace."""

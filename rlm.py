@@ -176,6 +176,8 @@ class _Tree:
             node.errors.append(turn)
             return "", NO_BLOCK[self.config.style]
         result = await repl.execute(code, partial(self.query, node, context))
+        if result.died == "memory" and not node.path:  # nobody's mistake but the user's
+            raise Refused(result.error)
         self.seconds_left -= result.seconds
         node.seconds += result.seconds
         node.tools.update(result.tools)  # adds

@@ -95,6 +95,7 @@ ENDS = {
     "refused": "the model's server refuses the request",
     "timeout": "its code ran too long",
     "crash": "its REPL died",
+    "memory": "its context does not fit into its REPL's memory",
     "protocol": "its REPL broke the protocol",
     "failed": "the machine lost the tree",  # only roots end so
 }

@@ -38,7 +38,7 @@ class Result:
     final: Any = None  # the answer as a JSON value
     done: bool = False  # FINAL was called (its value may be None)
     draft: Any = None  # answer["content"], if the code has put something there
-    died: str = ""  # one of CAUSES: the process is gone
+    died: str = ""  # one of CAUSES, or memory: the process is gone
     # Processor time, or a tenth of the wall clock if that is more. Waiting for answers is
     # not counted.
     seconds: float = field(default=0.0, compare=False)

@@ -220,6 +220,18 @@ def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(las
         assert "exit code 3" in root.children[0].reason and "exit code 3" in render(root)
 
 
+def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused():
+    says = {(): block("FINAL(rlm_query('q', ['ab'] * 2_000_000))"), "*": block("FINAL(1)")}
+    small = RLMConfig(limits=Limits(memory_mb=150))
+    asked = [task(), task(context="a" * (50 << 20))]
+    tree, lost = asyncio.run(collect(
+        asked, Script(says), None, small, score=lambda task, answer: 1.0))
+    child, = tree.root.children
+    assert child.end == "memory" and "150 MB" in child.reason
+    assert tree.root.answer.startswith("Error") and "memory" in tree.root.answer
+    assert lost.failed.startswith("refused") and "memory" in lost.failed
+
+
 # --- budgets ------------------------------------------------------------------------------
 
 
