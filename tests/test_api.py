@@ -1,5 +1,6 @@
 """The policy behind a server: what it asks, what it counts, and what goes wrong."""
 import asyncio
+import json
 
 import pytest
 
@@ -82,12 +83,26 @@ def test_a_server_that_is_not_there_loses_the_tree():
     assert server.url in lost.failed
 
 
+def reply(content, prompt=1, sampled=1):
+    return json.dumps({"choices": [{"message": {"content": content}}], "usage": {
+        "prompt_tokens": prompt, "completion_tokens": sampled}})
+
+
 @pytest.mark.parametrize("raw", [
     "{", "<html>", "null", "[]", "{}", '{"choices": []}', '{"choices": null}',
-    '{"error": {"message": "busy"}}', '{"choices": [{"message": {"content": "hi"}}]}'])
+    '{"error": {"message": "busy"}}', '{"choices": [{"message": {"content": "hi"}}]}',
+    '{"choices": [{"message": {"content": "hi"}}], "usage": {}}', reply("hi", None),
+    *(reply("hi", sampled=n) for n in ("x", None, -5, 10 ** 30, 1.5, True)),
+    *map(reply, (5, False, [5], [{"type": "image"}], [{"text": 5}], {"text": "hi"}))])
 def test_a_reply_that_cannot_be_used_loses_the_request(raw):
     with Stub(says="hi", raw=raw) as server, pytest.raises(Lost):
         complete(server, "q", max_retries=0)
+
+
+def test_a_text_may_come_in_parts():
+    parts = [{"type": "text", "text": text} for text in ("hi ", "there")]
+    with Stub(says="", raw=reply(parts)) as server:
+        assert complete(server, "q").text == "hi there"
 
 
 def test_the_command_line_shows_the_turns_and_then_the_answer(
