@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import tasks
 from tasks import Task
@@ -43,7 +44,8 @@ class Questions:
     """The questions of a training run. `heldout` and `validation` are lists, and `longer`
     has lists by the names of their scores, where the task has lengths. Questions for
     `validation` choose a checkpoint; those of a file are as many as held out, and are not
-    trained on."""
+    trained on. Of either the first `heldout` are asked: how a file is split does not depend
+    on that. `checksum` tells two files apart."""
 
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128, validation: bool = False):
@@ -51,10 +53,14 @@ class Questions:
         self.rows: list[Task] = []  # from a file; without one, questions are generated
         self.longer: dict[str, list[Task]] = {}
         self.validation: list[Task] = []
+        self.checksum = ""
         if data:
-            self.rows, self.heldout = split(read(data, kind))
+            rows = read(data, kind)
+            self.checksum = sha256([row.id for row in rows])
+            self.rows, held = split(rows)
             if validation:
-                self.rows, self.validation = split(self.rows, len(self.heldout))
+                self.rows, self.validation = split(self.rows, len(held))
+            self.heldout, self.validation = held[:heldout], self.validation[:heldout]
             return
         self.heldout = heldout_tasks(heldout, kind)
         if validation:
@@ -122,8 +128,7 @@ def read(path: str, kind: ModuleType) -> list[Task]:
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             made = tasks.question("", name, kind.read(row))
-            content = json.dumps([made.query, made.context, made.answer])
-            id = "row-" + hashlib.sha256(content.encode()).hexdigest()[:12]
+            id = "row-" + sha256([made.query, made.context, made.answer])
             questions.append(replace(made, id=id))
         except MISREAD as error:
             reason = re.sub(r"\d+", "#", str(error))  # names and places differ by row
@@ -137,6 +142,11 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     if not questions:
         raise ValueError(f"{path}: no row can be used")
     return questions
+
+
+def sha256(value: Any) -> str:
+    """The beginning of a JSON value's checksum."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:

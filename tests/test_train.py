@@ -472,6 +472,17 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
         assert files() == before
 
 
+def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
+    data, out = tmp_path / "rows.jsonl", tmp_path / "a"
+    rows = [{"question": f"q{i}", "context": f"a {i}", "answer": "a"} for i in range(6)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    flags = "--model", short_run / "final", "--data", data, "--steps", 0, "--heldout", 1
+    assert command(train, monkeypatch, *flags, "--out", out) is None
+    data.write_text("\n".join(map(json.dumps, rows[::-1])))
+    message = command(train, monkeypatch, "--resume", "--out", out)
+    assert "cannot change" in message and "\n" not in message
+
+
 # --- bad input ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("args, says", [

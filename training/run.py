@@ -66,8 +66,9 @@ class Start:
 class Run:
     """One run: its directory, what it remembers (`state`), and what people see of it."""
 
-    def __init__(self, config, world: World):
+    def __init__(self, config, world: World, checksum: str = ""):
         self.config = config
+        self.flags = asdict(config) | {"data_checksum": checksum}
         self.world = world
         self.out = config.out
         self.began = self.saved = self.reported = self.trimmed = time.monotonic()
@@ -99,7 +100,7 @@ class Run:
                              "--out, or remove it")
         if config.resume:
             for name, before in read_json(self.path("run.json")).items():
-                now = getattr(config, name, before)
+                now = self.flags.get(name, before)
                 if now != before and name not in MAY_CHANGE:
                     raise ValueError(f"{out}: {name} is {before!r}; a resumed run cannot "
                                      f"change it to {now!r}")
@@ -132,7 +133,7 @@ class Run:
     def claim(self) -> None:
         """Make the directory that of a run. Called when what the user gave was read."""
         os.makedirs(self.out, exist_ok=True)
-        write_json(self.path("run.json"), asdict(self.config))
+        write_json(self.path("run.json"), self.flags)
 
     def open(self, tokenizer, rlm_config) -> None:
         """Begin to write, now that everything was read without an error. What was measured

@@ -80,7 +80,7 @@ def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> S
         util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
-    run = Run(config, world)
+    run = Run(config, world, questions.checksum)
     start = Start(config.model, State()) if config.plan else run.start()
     saved = []
     if run.state.phase == "warmup" and config.warmup not in ("", "scripts"):
