@@ -84,21 +84,29 @@ def f1(answer: str, gold: str) -> float:
     if number(answer) is not None and number(gold) is not None:
         return float(number(answer) == number(gold))
     given, wanted = Counter(tokens(answer)), Counter(tokens(gold))
-    both = (given & wanted).total()
-    return 2 * both / (given.total() + wanted.total()) if both else 0.0
+    if not given or not wanted:
+        return float(given == wanted)
+    return 2 * (given & wanted).total() / (given.total() + wanted.total())
+
+
+def same(answer: str, gold: str) -> float:
+    return float(tokens(answer) == tokens(gold))
+
+
+def best(rule, answer, golds: list[str]) -> float:
+    """The largest rule(answer, gold). Where there is no gold, the answer is to be empty."""
+    if type(answer) not in (str, int, float, list):
+        return 0.0
+    return max(rule(as_line(answer), gold) for gold in golds or [""])
 
 
 def score(task, answer):
-    if not task.answer:
-        return float(answer in ("", []))
-    return max(f1(as_line(answer), gold) for gold in task.answer)
+    return best(f1, answer, task.answer)
 
 
 def exact(task, answer):
     """SQuAD's exact match."""
-    if not task.answer:
-        return score(task, answer)
-    return float(any(tokens(as_line(answer)) == tokens(gold) for gold in task.answer))
+    return best(same, answer, task.answer)
 
 
 def right_answer(task):
@@ -115,7 +123,7 @@ def part_score(task, part, answer):
     """For a child that was given one text. If it does not say the answer, "" scores 1."""
     if not isinstance(part, str):
         return None
-    return score(task, answer) if says(part, task.answer) else float(answer in ("", []))
+    return best(f1, answer, task.answer if says(part, task.answer) else [])
 
 
 # Good and bad scripts with their shares. "rank" with children that "read" is right, and a
