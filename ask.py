@@ -56,12 +56,16 @@ class RLM:
         self.seed, self.task = seed, task
 
     def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        """The answer: any JSON value, or None. In a notebook await `acompletion`."""
-        return asyncio.run(self.acompletion(query, context, verbose))
+        """The answer: any JSON value, or None."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # there is none, as there should be
+            return asyncio.run(self.acompletion(query, context, verbose))
+        raise RuntimeError("an event loop runs here, as in a notebook: await acompletion")
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
         kind = tasks.kind_of(task_of(self.config, self.task))
-        task = Task("question", kind, query, json_value(context))
+        task = tasks.question("question", kind, (query, json_value(context), None))
         policy = aloud(self.policy) if verbose else self.policy
         self.trace = await rollout(
             task, policy, self.tokenizer, self.config, (self.seed,))

@@ -206,8 +206,8 @@ def load_adapter(model, path: str, base: str) -> None:
     and ValueError if they were trained beside other weights than those in `base`."""
     file = os.path.join(path, ADAPTER)
     with _open(file) as tensors:
-        if (tensors.metadata() or {}).get("base") not in (None, last_bytes(base)):
-            raise ValueError(f"{path} was trained beside other weights than {base} has")
+        if (tensors.metadata() or {}).get("base") != last_bytes(base):
+            raise ValueError(f"{path} was not trained beside the weights in {base}")
     places = {f"base_model.model.{name}.weight": weight
               for name, weight in model.adapters().items()}
     for name, tensor in read_tensors([file], places):

@@ -270,10 +270,10 @@ class Server:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.nursery, [request], [theirs.fileno()])
-        slot.pid = max(0, int(self.nursery.recv(32)))
-        if not slot.pid:
+        pid = int(self.nursery.recv(32))
+        if pid < 0:
             raise OSError("the kernel refused")
-        self.workers[slot.pid] = slot
+        slot.pid, self.workers[pid] = pid, slot
         slot.worker = Channel(self.selector, ours, self.from_worker, slot)
 
     def from_client(self, slot: Slot) -> None:
@@ -342,6 +342,8 @@ class Server:
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # a zombie's id is not reused
         with contextlib.suppress(ChildProcessError):
             while child := os.waitid(os.P_ALL, 0, look):
+                if child.si_pid not in self.workers:  # the nursery: start another server
+                    os._exit(1)
                 slot = self.workers.pop(child.si_pid)
                 while slot.worker.open and self.from_worker(slot):
                     pass  # its last frame may still wait here

@@ -53,16 +53,14 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
 def test_sampled_tokens_carry_their_log_probability():
     root = Node(end="final")
     root.add(Turn("user", "ab", (97, 98)))
-    root.add(Turn("assistant", "cd", (99, 100), (-0.5, float("-inf"))))
+    root.add(Turn("assistant", "cd", (99, 100), (-0.5, -7.0)))
     root.add(Turn("user", "e", (101,)))
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
-    rollout = Rollout(Task("t", "evidence", "q", None), "t", root, float("nan"))
-    packed = report.pack([("x #0", rollout)], LETTERS, {root: float("nan")})
-    data = data_of(report.page("", {}, [], {"": packed}))
-    assert "NaN" not in json.dumps(data)  # which JSON.parse would refuse
+    rollout = Rollout(Task("t", "evidence", "q", None), "t", root, 1.0)
+    data = data_of(report.page("", {}, [], {"": report.pack([("x #0", rollout)], LETTERS)}))
     turns = data["trees"][0]["nodes"][0]["turns"]
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
-    assert turns[1]["tokens"] == [["c", -0.5], ["d", None]]
+    assert turns[1]["tokens"] == [["c", -0.5], ["d", -7.0]]
     assert turns[3]["tokens"] == [["f", -0.25]]
 
 
@@ -118,7 +116,7 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
              ("evil", tree(HOSTILE, children=1, reward=0.0, group="u")),
              ("gone", tree("g", reward=0.0, group="u", failed=f"OSError({HOSTILE})"))]
     tokens = Node(end="final")
-    tokens.add(Turn("assistant", "abc", (97, 98, 99), (0.0, -2.0, float("-inf"))))
+    tokens.add(Turn("assistant", "abc", (97, 98, 99), (0.0, -2.0, -3.0)))
     early = Rollout(Task("t", "requests", "q", None), "t", tokens, 1.0)
     metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]

@@ -11,7 +11,6 @@ security policy lets no other script run.
 import base64
 import hashlib
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -100,7 +99,7 @@ def measured(metrics: Sequence[dict]) -> dict:
               if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
     curves = []
     for name, caption in CURVES.items():
-        line = [(m["step"], m[name]) for m in steps if math.isfinite(m.get(name, math.nan))]
+        line = [(m["step"], m[name]) for m in steps if name in m]
         if len(line) > 1:
             curves.append({"name": name, "caption": caption, "line": line,
                            "dots": scores if name == "reward" else []})
@@ -153,8 +152,8 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
 
 
 def rounded(value: float | None) -> float | None:
-    """Three digits are enough for the page. None for what JSON cannot say."""
-    return round(value, 3) if value is not None and math.isfinite(value) else None
+    """Three digits are enough for the page."""
+    return None if value is None else round(value, 3)
 
 
 def shown(value: Any) -> str:

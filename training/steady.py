@@ -55,7 +55,9 @@ class Watch:
             rows = (after - before).double().split(pack.sampled)
             for depth, part in zip(pack.depths, rows):
                 by_rounding = expected_loss(self.rounding * math.sqrt(len(part)))
-                share = -math.expm1(min(0.0, part.sum().item()))
+                # A NaN counts as forgotten, not as 0.
+                change = part.sum().nan_to_num(-math.inf).item()
+                share = -math.expm1(min(0.0, change))
                 changes.append((depth, share - by_rounding))
         lost = defaultdict(list)
         for depth, share in [pair for part in self.world.gather(changes) for pair in part]:
@@ -65,7 +67,8 @@ class Watch:
 
 def expected_loss(deviation: float) -> float:
     """The mean of max(0, 1 - e^x) for normal x of mean 0."""
-    return (1 - math.exp(deviation ** 2 / 2) * math.erfc(deviation / math.sqrt(2))) / 2
+    x = torch.tensor(deviation / math.sqrt(2), dtype=torch.float64)
+    return (1 - torch.special.erfcx(x).item()) / 2
 
 
 def some(rows: list) -> list:
