@@ -195,8 +195,8 @@ def measure(flags: EvalConfig) -> None:
     for pair in pairs:
         print(report.difference_line(pair))
     if flags.html:
-        packed = report.pack(trees.items(), tokenizer)
-        write_text(flags.html, report.page("Evaluation", asdict(flags), rows, {"": packed},
+        steps = {"": report.packed(trees.items(), tokenizer)}
+        write_text(flags.html, report.page("Evaluation", asdict(flags), rows, steps,
                                            differences=pairs))
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")

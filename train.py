@@ -20,6 +20,7 @@ Left out: asynchronous sampling, a learning rate found by search, more than one 
 run. Tried (commit 74f9631): older policies in each group, groups without signal drawn
 again, float16 with a scaled loss; none was better.
 """
+import asyncio
 import math
 import random
 import statistics
@@ -27,8 +28,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import engine  # before torch: it says how torch's threads wait
 
@@ -37,37 +36,27 @@ from torch.optim import AdamW
 from tqdm import trange
 
 import grpo
-import rlm
-import tasks
 import util
 from engine import packing
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
 from engine.plan import Plan
-from grpo import GRPOConfig, Row, policy_loss
+from grpo import Row, policy_loss
 from model import Decoder
 from prompts import opening
 from repl import REPLError
-from rlm import EVERY_SECONDS
+from rlm import local_policy
 from sampler import Sampler, SamplerError
+from tasks import Task
 from training import settings, steady
 from training.metrics import Clock, means, shares, totals
-from training.run import Run, Start, State, flags_of_run, resuming
-from training.scores import evaluate
-from training.settings import RunConfig, UpdateConfig, WarmupConfig
-from training.setup import (Setup, grown, load, make_sampler, prepare, reference_of,
+from training.run import Run, State, flags_of_run, resuming
+from training.settings import GROUPS, Config
+from training.setup import (Setup, load, make_sampler, prepare, reference_of,
                             scripted_trees)
+from training.trees import EVERY_SECONDS, collect, jobs, some_left
 from tree import Node, Rollout
 from util import parse
-
-
-@dataclass(frozen=True)
-class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
-    """All flags in one flat object."""
-
-
-GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
-          "the objective": GRPOConfig}
 
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
@@ -94,30 +83,28 @@ def main() -> None:
 def train(config: Config, world: World) -> None:
     """One run: the warm-up and GRPO, with an evaluation after each. With --plan it only
     prints what the run needs: no weights are read, and nothing is written."""
-    setup = prepare(config, world, *objective_of(config))
+    setup, state = prepare(config, world, *objective_of(config))
     if config.plan:
         return
-    run, questions = setup.run, setup.questions
-    if run.state.phase == "warmup":
-        start = warm_up(setup)
-        model, optimizer = load(start, setup, setup.config.lora_rank > 0)
+    nodes = warm_up_nodes(setup) if state.phase == "warmup" else []
+    run = Run(setup, state)  # from here on it writes
+    if state.phase == "warmup":
+        warm_up(run, nodes)
+    model, optimizer = load(setup, state)
+    if not state.checkpoint:
         run.save_checkpoint(model, optimizer)
-    else:
-        model, optimizer = load(setup.start, setup, setup.config.lora_rank > 0)
-        run.open(setup.tokenizer, setup.rlm_config)
     sampler = make_sampler(setup, model)
-    sample = partial(sample_trees, run, model, sampler, setup.score)
 
-    if "heldout_warmup" not in run.state.results:
-        evaluate(run, sample, "heldout_warmup", questions.heldout)
-    grpo_loop(setup, model, optimizer, sample, Clock(sampler.stats))
+    if "heldout_warmup" not in state.results:
+        evaluate(run, model, sampler, "heldout_warmup", setup.questions.heldout)
+    grpo_loop(run, model, optimizer, sampler)
     run.save_checkpoint(model, optimizer)
     run.save_model(model, "final")
-    evaluate(run, sample, "heldout_final", questions.heldout)
-    for name, longer in questions.longer.items():
-        evaluate(run, sample, name, longer)
+    evaluate(run, model, sampler, "heldout_final", setup.questions.heldout)
+    for name, longer in setup.questions.longer.items():
+        evaluate(run, model, sampler, name, longer)
     run.finish()
-    if run.state.silent == run.state.step > 0:
+    if state.silent == state.step > 0:
         raise ValueError(NOTHING_LEARNT)
 
 
@@ -128,8 +115,8 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
     objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
         objective = util.load_function(config.objective, "credit")
-        path, colon, _ = config.objective.partition(".py:")
-        loss = getattr(util.load_file(path + ".py" if colon else path), "loss", loss)
+        path, _ = util.split_path(config.objective)
+        loss = getattr(util.load_file(path), "loss", loss)
     elif config.objective != "grpo":
         from baselines import objectives
 
@@ -144,22 +131,18 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
 # ------------------------------------------------------------------------------------------
 # The warm-up
 
-def warm_up(setup: Setup) -> Start:
-    """Supervised steps on what scripts, or a saved policy, wrote. Returns where GRPO starts
-    from: OUT/warmup."""
-    config, run, plan = setup.config, setup.run, setup.plan
-    steps = config.warmup_steps
-    nodes = warm_up_nodes(setup) if steps else []
-    model, optimizer = load(setup.start, setup, config.lora_rank > 0 and config.model != "")
-    run.open(setup.tokenizer, setup.rlm_config)
-
-    state, said = run.state, time.monotonic()
+def warm_up(run: Run, nodes: list[Node]) -> None:
+    """Supervised steps on what scripts, or a saved policy, wrote. They leave OUT/warmup."""
+    setup, state = run.setup, run.state
+    config, plan, steps = setup.config, setup.plan, setup.config.warmup_steps
+    model, optimizer = load(setup, state)
+    said = time.monotonic()
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
         batch = rng.choices(nodes, k=settings.defaults(plan.config.hidden_size).warmup_rows)
-        loss = imitate(batch, plan, run.world, model)
+        loss = imitate(batch, plan, setup.world, model)
         rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
         lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
@@ -175,7 +158,7 @@ def warm_up(setup: Setup) -> Start:
             bar.write(f"warm-up {state.step:4}/{steps} | loss {loss:.3f} | "
                       f"{run.elapsed():.0f} s", file=sys.stdout)
         run.maybe_save(model, optimizer, every=1 if last else 100)
-    return run.end_warm_up(model, plan.dtype if config.lora_rank else torch.float32)
+    run.end_warm_up(model)
 
 
 def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> float:
@@ -196,6 +179,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
     scripts. Raises ValueError if none fits into the window."""
     config, plan, trees = setup.config, setup.plan, setup.saved
+    if not config.warmup_steps:
+        return []
     system, *_ = opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
     others = sum(tree.root.turns[0].text != system for tree in trees)
     if others:
@@ -208,7 +193,7 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
         count = min(rows, settings.SCRIPTED)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
         trees = scripted_trees(
-            asked, setup.tokenizer, setup.rlm_config, config.seed, setup.run.world)
+            asked, setup.tokenizer, setup.rlm_config, config.seed, setup.world)
         trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk()]
     fit = [node for node in nodes if node.sampled and len(node.ids) <= plan.window]
@@ -225,21 +210,22 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
-              clock: Clock) -> None:
+def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
-    config, run, questions = setup.config, setup.run, setup.questions
-    state, reference = run.state, reference_of(setup)
+    setup, state = run.setup, run.state
+    config, questions = setup.config, setup.questions
+    reference, clock = reference_of(setup), Clock(sampler.stats)
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
         asked = questions.batch(state.step, config.questions)
-        rollouts = sample(asked, (config.seed, state.step), "trees", config.group)
+        key = config.seed, state.step
+        rollouts = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.sampled()
         credit = setup.objective(rollouts, config)
         batches = [grpo.make_rows(trees, credit, config)
-                   for trees in grpo.dealt(rollouts, config)]
-        measured = update(setup, model, optimizer, reference, batches)
+                   for trees in grpo.minibatches(rollouts, config)]
+        measured = update(run, model, optimizer, reference, batches)
         rows = sum(batches, [])
 
         state.step += 1
@@ -247,7 +233,7 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
         run.log_step(rollouts, credit, rows, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
-            score = evaluate(run, sample, "validation", questions.validation)
+            score = evaluate(run, model, sampler, "validation", questions.validation)
             if score > state.best:
                 state.best = score
                 run.save_model(model, "best")
@@ -256,13 +242,13 @@ def grpo_loop(setup: Setup, model: Decoder, optimizer: AdamW, sample: Callable,
         print(f"stopped: in the last {SILENT_STEPS} steps no node had an advantage")
 
 
-def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | None,
+def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None,
            batches: list[list[Row]]) -> dict:
     """One optimizer step per batch of rows that has any. Returns the rate and what was
     measured: means over all tokens; and of the worst step the gradient's norm before
     clipping, how much the policy forgot, and the share of the step that is left."""
-    config, plan, world = setup.config, setup.plan, setup.run.world
-    lr, sums = learning_rate(config, setup.run.state), Counter()
+    config, plan, world = run.setup.config, run.setup.plan, run.setup.world
+    lr, sums = learning_rate(config, run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     batches = [rows for rows in batches if rows]
     packs_of = [[grpo.compared(pack, config, model, reference)  # before the first step
@@ -271,7 +257,7 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
         part, watch = Counter(), steady.Watch(model, rows, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack)
-            loss, watched = policy_loss(logprobs, entropy, pack, config, setup.loss)
+            loss, watched = policy_loss(logprobs, entropy, pack, config, run.setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
             part.update(totals(loss, watched))  # adds
         parts = world.gather(part)
@@ -285,14 +271,21 @@ def update(setup: Setup, model: Decoder, optimizer: AdamW, reference: Decoder | 
     return means(sums, len(batches)) | measured
 
 
-def sample_trees(run: Run, model: Decoder, sampler: Sampler, score: Callable,
-                 asked: list[tasks.Task], key: tuple, label: str,
-                 group: int = 1) -> list[Rollout]:
+def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Task],
+                 key: tuple, label: str, group: int = 1) -> list[Rollout]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
-    policy = rlm.local_policy(sampler, run.tokenizer)
-    return grown(rlm.jobs(asked, key, group), run.world, lambda jobs: rlm.collect(
-        jobs, policy, run.tokenizer, run.rlm_config, label=label, score=score))
+    policy = local_policy(sampler, setup.tokenizer)
+    return some_left(asyncio.run(collect(
+        jobs(asked, key, group), policy, setup.tokenizer, setup.rlm_config, setup.world,
+        label=label, reward=setup.reward)))
+
+
+def evaluate(run: Run, model: Decoder, sampler: Sampler, name: str,
+             asked: list[Task]) -> float:
+    """The mean score of one tree per question, kept under this name."""
+    key = run.setup.config.seed, name
+    return run.log_scores(name, sample_trees(run.setup, model, sampler, asked, key, name))
 
 
 def progress(config: Config, state: State) -> float:

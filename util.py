@@ -189,12 +189,16 @@ def load_file(path: str) -> ModuleType:
     return _files[file]
 
 
+def split_path(spec: str) -> tuple[str, str]:
+    """(path/to/file.py, function) of path/to/file.py:function; the second may be ""."""
+    path, colon, name = spec.partition(".py:")
+    return path + ".py" if colon else path, name
+
+
 def load_function(spec: str, default: str) -> Callable:
     """The function `path/to/file.py:function`, or the one called `default` in the file.
     Raises ValueError if there is none."""
-    path, colon, name = spec.partition(".py:")
-    if colon:
-        path += ".py"
+    path, name = split_path(spec)
     return function_of(load_file(path), name or default)
 
 

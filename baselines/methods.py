@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import prompts
-from rlm import RLMConfig
+from config import RLMConfig
 from tasks import Task, requests
 from tasks.text import about, as_text
 from tree import Node, Turn

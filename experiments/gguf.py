@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from model import Decoder, DecoderConfig
 from repl import Limits
-from rlm import RLMConfig
+from config import RLMConfig
 from tokenizer import Tokenizer
 from util import reading
 

@@ -42,7 +42,7 @@ CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
 def page(title: str, settings: dict, rows: list[dict], steps: dict[Any, str],
          metrics: Sequence[dict] = (), differences: Sequence[dict] = ()) -> str:
     """The page as a text. `rows` and `differences` are made by eval.py, `metrics` are the
-    lines of metrics.jsonl. `steps` has the trees of each step as `pack` made them; an
+    lines of metrics.jsonl. `steps` has the trees of each step as `packed` made them; an
     evaluation has one "step" with an empty name."""
     given = [f"{name} {value}" for name, value in settings.items()
              if value not in (None, "") and value is not False]
@@ -110,12 +110,12 @@ def measured(metrics: Sequence[dict]) -> dict:
 # ------------------------------------------------------------------------------------------
 # Trees
 
-def pack(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
+def packed(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
          advantages: dict[Node, float] = {}) -> str:
     """The (label, rollout) of a step, as the page holds them. `advantages` has those of the
     trained nodes. With a tokenizer, sampled tokens show how likely they were."""
-    packed = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
-    return deflated({"trees": packed})
+    rows = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
+    return deflated({"trees": rows})
 
 
 def pack_tree(label: str, rollout: Rollout, tokenizer,

@@ -19,10 +19,10 @@ import torch
 
 from engine import hf
 from engine.parallel import World
-from training import checkpoint, metrics, report
+from training import checkpoint, metrics, report, scores
+from training.settings import Config
 from tree import Node, Rollout, printable, render, write_rollouts
-from util import (is_path, load_function, program, read_json, reading, write_json,
-                  write_text)
+from util import is_path, program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -46,106 +46,94 @@ class State:
     results: dict = field(default_factory=dict)  # scores by name
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
+    checkpoint: str = ""  # the directory that the run continues from, if there is one
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run starts from. An empty name means: there is none."""
-    weights: str  # directory of the weights; empty: make a tiny model
-    state: State
-    checkpoint: str = ""  # that the run continues from
-    adapter: str = ""  # directory of the adapters, in PEFT's layout
-    optimizer: str = ""  # directory of the optimizer's state
+def found(config: Config, checksum: str, world: World) -> State:
+    """What the run continues from, or begins with, on all ranks. Raises ValueError if --out
+    holds a run and --resume is not given, or the other way round; if it holds anything
+    else; or if a flag cannot change."""
+    state = find(config, checksum) if world.rank == 0 else None
+    return world.gather(state)[0]
 
-    @property
-    def source(self) -> str:
-        """The directory of tokenizer and rlm.json."""
-        return self.checkpoint or self.weights
+
+def find(config: Config, checksum: str) -> State:
+    out, earlier = config.out, os.path.join(config.out, "run.json")
+    holds_run = os.path.exists(earlier)
+    if os.path.isdir(out) and os.listdir(out) and not holds_run:
+        raise ValueError(f"{out} is not empty and holds no run: give another --out")
+    if config.resume and not holds_run:
+        raise ValueError(f"{out} holds no run to resume")
+    if holds_run and not config.resume:
+        raise ValueError(f"{out} holds a run: --resume continues it; or give another "
+                         "--out, or remove it")
+    if not config.resume:
+        return State()
+
+    flags = flags_of(config, checksum)
+    for name, before in read_json(earlier).items():
+        now = flags.get(name, before)
+        if now != before and name not in MAY_CHANGE:
+            raise ValueError(f"{out}: {name} is {before!r}; a resumed run cannot change it "
+                             f"to {now!r}")
+    saved = checkpoint.checkpoints(out)
+    if not saved:
+        if os.path.isdir(os.path.join(out, "trees")):  # GRPO had begun
+            raise ValueError(f"{out}: all checkpoints are gone; nothing can be resumed")
+        return State()
+    last = saved[-1]
+    state_file = os.path.join(last, "state.json")
+    with reading(state_file):
+        state = State(**read_json(state_file) | {"checkpoint": last})
+    print(f"resuming {out} at {state.phase} step {state.step}")
+    if state.step and not os.path.isdir(os.path.join(last, "optimizer")):
+        raise ValueError(f"{last} lacks its optimizer: remove this checkpoint")
+    return state
+
+
+def weights_of(config: Config, state: State) -> str:
+    """The directory of the weights that the model begins with. A checkpoint of adapters has
+    none: beside them are those that they were trained on."""
+    last = state.checkpoint
+    if last and not os.path.isdir(os.path.join(last, "adapter")):
+        return last
+    return frozen(config, state)
+
+
+def frozen(config: Config, state: State) -> str:
+    """The weights that adapters are trained on: those that the warm-up left, and during it
+    those that the run began with."""
+    if state.phase == "grpo":
+        return os.path.join(config.out, "warmup")
+    return config.model or os.path.join(config.out, "init")
+
+
+def flags_of(config: Config, checksum: str) -> dict:
+    """What run.json keeps: all flags, and a checksum of the rows of --data."""
+    return asdict(config) | {"data_checksum": checksum}
+
+
+def claim(config: Config, checksum: str) -> None:
+    """Make the directory that of a run."""
+    os.makedirs(config.out, exist_ok=True)
+    write_json(os.path.join(config.out, "run.json"), flags_of(config, checksum))
 
 
 class Run:
-    """One run: its directory, what it remembers (`state`), and what people see of it."""
+    """One run that goes on: its directory, what it remembers (`state`), and what people see
+    of it. `setup` is what never changes."""
 
-    def __init__(self, config, world: World, checksum: str = ""):
-        self.config = config
-        self.flags = asdict(config) | {"data_checksum": checksum}
-        self.world = world
-        self.out = config.out
-        self.began = self.saved = self.reported = self.trimmed = time.monotonic()
-        self.state = State()
-        self.logger = None  # a user's; on other ranks the file is not even loaded
-        if config.log and not world.rank:
-            self.logger = load_function(config.log, "log")
-
-    # --- where it starts ------------------------------------------------------------------
-
-    def start(self) -> Start:
-        """Where the run starts from, on all ranks. Raises ValueError if --out holds a run
-        and --resume is not given, or the other way round; if it holds anything else; or if
-        a flag cannot change."""
-        start = self.find_start() if self.world.rank == 0 else None
-        start = self.world.gather(start)[0]
-        self.state = start.state
-        return start
-
-    def find_start(self) -> Start:
-        config, out = self.config, self.out
-        holds_run = os.path.exists(self.path("run.json"))
-        if os.path.isdir(out) and os.listdir(out) and not holds_run:
-            raise ValueError(f"{out} is not empty and holds no run: give another --out")
-        if config.resume and not holds_run:
-            raise ValueError(f"{out} holds no run to resume")
-        if holds_run and not config.resume:
-            raise ValueError(f"{out} holds a run: --resume continues it; or give another "
-                             "--out, or remove it")
-        if config.resume:
-            for name, before in read_json(self.path("run.json")).items():
-                now = self.flags.get(name, before)
-                if now != before and name not in MAY_CHANGE:
-                    raise ValueError(f"{out}: {name} is {before!r}; a resumed run cannot "
-                                     f"change it to {now!r}")
-        found = checkpoint.checkpoints(out) if config.resume else []
-        if not found:
-            if config.resume and os.path.isdir(self.path("trees")):  # GRPO had begun
-                raise ValueError(f"{out}: all checkpoints are gone; nothing can be resumed")
-            return Start(config.model, State())
-
-        last = found[-1]
-        state_file = os.path.join(last, "state.json")
-        with reading(state_file):
-            state = State(**read_json(state_file))
-        print(f"resuming {out} at {state.phase} step {state.step}")
-        weights, parts = last, {}
-        for name in ("adapter", "optimizer"):
-            path = os.path.join(last, name)
-            parts[name] = path if os.path.isdir(path) else ""
-        if state.step and not parts["optimizer"]:
-            raise ValueError(f"{last} lacks its optimizer: remove this checkpoint")
-        if parts["adapter"]:
-            weights = self.frozen(state)
-        return Start(weights, state, last, **parts)
-
-    def frozen(self, state: State) -> str:
-        """The weights beside the adapters: those that the warm-up left, and during it those
-        of --model."""
-        return self.path("warmup") if state.phase == "grpo" else self.config.model
-
-    def claim(self) -> None:
-        """Make the directory that of a run. Called when what the user gave was read."""
-        os.makedirs(self.out, exist_ok=True)
-        write_json(self.path("run.json"), self.flags)
-
-    def open(self, tokenizer, rlm_config) -> None:
-        """Begin to write, now that everything was read without an error. What was measured
-        after the checkpoint is forgotten. `rlm_config` becomes the rlm.json beside all
-        weights."""
-        self.tokenizer, self.rlm_config = tokenizer, rlm_config
-        self.began -= self.state.seconds
+    def __init__(self, setup, state: State):
+        """Begin to write. What was measured after the checkpoint is forgotten."""
+        self.setup, self.state = setup, state
+        self.config, self.world, self.out = setup.config, setup.world, setup.config.out
+        self.began = setup.began - state.seconds
+        self.saved = self.reported = self.trimmed = time.monotonic()
         if self.world.rank == 0:
-            self.claim()
+            claim(self.config, setup.questions.checksum)
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.truncate(min(file.tell(), self.state.logged))
-            steps = self.state.step if self.state.phase == "grpo" else 0
+                file.truncate(min(file.tell(), state.logged))
+            steps = state.step if state.phase == "grpo" else 0
             for path in self.kept_trees():
                 if int(path.stem) > steps:
                     path.unlink()
@@ -158,8 +146,8 @@ class Run:
             row = row | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            if self.logger:
-                self.logger(row)
+            if self.setup.log:
+                self.setup.log(row)
 
     def log_step(self, rollouts: list[Rollout], credit: dict, rows: list,
                  measured: dict) -> None:
@@ -192,7 +180,7 @@ class Run:
         trees = [(f"#{i}", tree) for i, tree in enumerate(rollouts)]
         name = self.path(f"trees/{self.state.step:06}")
         os.makedirs(self.path("trees"), exist_ok=True)
-        write_text(f"{name}.page", report.pack(trees, self.tokenizer, advantages))
+        write_text(f"{name}.page", report.packed(trees, self.setup.tokenizer, advantages))
         write_rollouts(f"{name}.jsonl", map(thinned, rollouts))
         for path in self.kept_trees():
             if int(path.stem) <= self.state.step - KEPT_STEPS:
@@ -202,6 +190,21 @@ class Run:
         """The files of OUT/trees, the earliest step first."""
         found = Path(self.path("trees")).glob("*.*")
         return sorted(path for path in found if path.stem.isdigit())
+
+    def log_scores(self, name: str, rollouts: list[Rollout]) -> float:
+        """The scores of one tree per question, kept as results[name]. Returns their
+        mean."""
+        row = scores.summary([scores.record_of(rollout) for rollout in rollouts],
+                             rollouts[0].task.kind, None,
+                             scores.trained_as(self.setup.rlm_config))
+        self.state.results[name] = row
+        self.log({"phase": "eval", "name": name, "step": self.state.step,
+                  "sampled": self.state.sampled, **row})
+        own = "" if row["own"] is None else f" (the task's own {row['own']:.3f})"
+        print(f"{name}: score {row['score']:.3f}{own}  "
+              f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, length "
+              f"{row['length']:,}, {row['nodes']:.1f} nodes, {metrics.shares(row['ends'])}")
+        return row["score"]
 
     def report(self) -> None:
         """OUT/report.html: the scores, the curves, and the trees that are kept."""
@@ -238,12 +241,12 @@ class Run:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)
 
-    def end_warm_up(self, model, dtype: torch.dtype) -> Start:
-        """Keep the weights as OUT/warmup, in `dtype`. GRPO starts there, with a fresh
-        optimizer."""
-        path = self.save_model(model, "warmup", dtype)
-        self.state.phase, self.state.step = "grpo", 0
-        return Start(path, self.state)
+    def end_warm_up(self, model) -> None:
+        """Keep the weights as OUT/warmup. GRPO starts there, with a fresh optimizer."""
+        adapters = self.config.lora_rank > 0  # beside them weights stay as they are
+        dtype = self.setup.plan.dtype if adapters else torch.float32
+        self.save_model(model, "warmup", dtype)
+        self.state.phase, self.state.step, self.state.checkpoint = "grpo", 0, ""
 
     def save_checkpoint(self, model, optimizer) -> None:
         """Everything to continue from. Of a model with adapters only these are written: its
@@ -269,15 +272,15 @@ class Run:
         """Rank 0 writes; all ranks take part in gathering each tensor."""
         first = self.world.rank == 0
         if first:
-            self.tokenizer.save(aside)
-            self.rlm_config.save(os.path.join(aside, "rlm.json"))
+            self.setup.tokenizer.save(aside)
+            self.setup.rlm_config.save(os.path.join(aside, "rlm.json"))
         if weights and first:
             model.save_pretrained(aside, dtype)
         elif weights:
             deque(model.merged(), maxlen=0)
         if adapter and model.rank:
             # A run may be renamed: its own weights are named from where the adapters are.
-            folder, base = os.path.join(aside, "adapter"), self.frozen(self.state)
+            folder, base = os.path.join(aside, "adapter"), frozen(self.config, self.state)
             base = os.path.abspath(base)
             if self.state.phase == "grpo":
                 base = os.path.relpath(base, folder)
@@ -288,9 +291,9 @@ class Run:
         self.report()
         if self.world.rank == 0:
             rows = self.state.results
-            scores = {name: row["score"] for name, row in rows.items()}
+            means = {name: row["score"] for name, row in rows.items()}
             write_json(self.path("result.json"), {
-                "seed": self.config.seed, "credit": self.config.credit, **scores,
+                "seed": self.config.seed, "credit": self.config.credit, **means,
                 "heldout_n": rows["heldout_final"]["n"],
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
@@ -298,7 +301,7 @@ class Run:
             given = {"--tasks": own, "--data": self.config.data,
                      "--reward": self.config.reward}
             more = "".join(f" {name} {value}" for name, value in given.items() if value)
-            print(f"held out {scores['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
+            print(f"held out {means['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
                   f"next: python {program('eval.py')} --model {self.path('final')}{more}")
         self.world.gather(None)  # rank 0 has written all
 
@@ -325,7 +328,7 @@ def thinned(rollout: Rollout) -> Rollout:
     return replace(rollout, task=task, root=thin(rollout.root))
 
 
-def resuming(config, world: World) -> str:
+def resuming(config: Config, world: World) -> str:
     """The command that continues the run."""
     start = "python"
     if world.size > 1:

@@ -5,14 +5,11 @@ bootstrap alone, which is certain of four equal scores, so `interval` widens it.
 """
 import itertools
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
-from rlm import RLMConfig
-from tasks import Task
+from config import RLMConfig
 from tasks.text import as_text
-from training.metrics import shares
 from tree import Rollout
 
 Z = 1.959964  # deviations on each side of a 95 % interval
@@ -80,17 +77,3 @@ def differences(cells: dict[tuple, list[dict]]) -> list[dict]:
                          "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
                          "high": high})
     return rows
-
-
-def evaluate(run, sample: Callable, name: str, asked: list[Task]) -> float:
-    """The mean score of one tree per question; all scores are kept as results[name]."""
-    records = [record_of(r) for r in sample(asked, (run.config.seed, name), name)]
-    row = summary(records, asked[0].kind, None, trained_as(run.rlm_config))
-    run.state.results[name] = row
-    run.log({"phase": "eval", "name": name, "step": run.state.step,
-             "sampled": run.state.sampled, **row})
-    own = "" if row["own"] is None else f" (the task's own {row['own']:.3f})"
-    print(f"{name}: score {row['score']:.3f}{own}  "
-          f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, "
-          f"length {row['length']:,}, {row['nodes']:.1f} nodes, {shares(row['ends'])}")
-    return row["score"]

@@ -1,13 +1,13 @@
 """The flags of a training run, and their defaults, which depend on the checkpoint.
 
-The switches of the objective are in grpo.py. `settle` fills in what no flag says.
+The switches of the objective are in grpo.py. `filled_in` adds what no flag says.
 """
 from dataclasses import dataclass, replace
 
-from util import flag
+from grpo import GRPOConfig
+from util import TINY, flag
 
 BY_CHECKPOINT = -1  # a flag with this default takes its value from the checkpoint
-POSITIVE = 1e-12  # the least rate
 NARROW = 256  # hidden size; a model below that was made from nothing, here
 WIDE = 2560  # the hidden size of Qwen3-4B
 SCRIPTED = 6144  # trees of scripts that a warm-up runs at most; then it reuses them
@@ -80,7 +80,7 @@ class WarmupConfig:
         BY_CHECKPOINT, "supervised steps before GRPO; 0: none",
         shown=by_checkpoint("warmup_steps"))
     warmup_lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate of the warm-up", POSITIVE,
+        float(BY_CHECKPOINT), "peak rate of the warm-up", TINY,
         shown=by_checkpoint("warmup_lr"))
 
 
@@ -94,10 +94,19 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", POSITIVE,
+        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", TINY,
         common=True, shown=by_checkpoint("lr"))
     lora_rank: int = flag(
         0, "train LoRA adapters of this rank; 0: all weights", common=True)
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig, UpdateConfig, WarmupConfig, RunConfig):
+    """All flags in one flat object."""
+
+
+GROUPS = {"the run": RunConfig, "the warm-up": WarmupConfig, "GRPO": UpdateConfig,
+          "the objective": GRPOConfig}
 
 
 def defaults(width: int) -> Defaults:
@@ -105,7 +114,7 @@ def defaults(width: int) -> Defaults:
     return SCRATCH if width < NARROW else PRETRAINED
 
 
-def settle(config, width: int):
+def filled_in(config: Config, width: int) -> Config:
     """The flags, with what depends on the checkpoint filled in; `width` is the hidden size
     of --model. A resumed run reads all flags from run.json: nothing is missing."""
     suits = defaults(width)
@@ -123,7 +132,7 @@ def settle(config, width: int):
     return replace(config, **missing)
 
 
-def opening(config, rlm_config, plan) -> str:
+def announced(config: Config, rlm_config, plan) -> str:
     """What a run begins with and why, for people."""
     made = defaults(plan.config.hidden_size) is SCRATCH
     kind = "made from nothing" if made else "pretrained"

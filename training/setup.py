@@ -1,36 +1,38 @@
 """What a run starts from: flags and files that are checked, a model, a sampler, trees.
 
-`config` holds the flags, a train.Config. Without --model a tokenizer is trained on scripted
+Without --model a tokenizer is trained on scripted
 trees, and a tiny Qwen3 is made beside it.
 """
 import asyncio
 import gc
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.optim import AdamW
 
-import rlm
 import tasks
 import util
+from config import RLMConfig, changed, load_config
 from engine import hf, parallel
 from engine.device import DEVICE
 from engine.parallel import World
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from model import Decoder, DecoderConfig
-from repl import Limits, REPLError
-from rlm import RLMConfig
+from repl import Limits
+from rlm import opened
 from sampler import Sampler
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
 from training import checkpoint, settings
-from training.run import Run, Start, State, resuming
+from training.run import State, claim, found, resuming, weights_of
+from training.settings import Config
+from training.trees import collect, jobs, some_left
 from tree import Rollout, printable
 from util import readable
 
@@ -48,23 +50,27 @@ LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run needs, all of it read and checked before a weight is."""
-    config: Any
-    run: Run
-    plan: Plan
-    start: Start
+    """What never changes in a run: all of it is read and checked before a weight is."""
+    config: Config
+    world: World
+    began: float  # when the program did, by time.monotonic
     questions: Questions
-    score: Callable
+    reward: Callable | None  # in place of the task's score
     objective: Callable  # who is trained: grpo.credit, or another
     loss: Callable  # of a token: grpo.clipped_loss, or that of the objective
+    log: Callable | None  # what gets each row of metrics.jsonl; on rank 0
+    plan: Plan
     tokenizer: Tokenizer
     rlm_config: RLMConfig
     saved: list[Rollout]  # trees that the warm-up imitates in place of scripts
 
 
-def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> Setup:
+def prepare(config: Config, world: World, objective: Callable,
+            loss: Callable) -> tuple[Setup, State]:
     """Read and check what the user gave, so that a typo leaves no directory; then what the
-    checkpoint says. Prints what the run begins with, and with --plan all of it."""
+    checkpoint says. Returns what never changes, and the state that the run begins with.
+    Prints what that is, and with --plan all of it."""
+    began = time.monotonic()
     if config.plan and not config.model:
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
     if config.card and not config.plan:
@@ -73,39 +79,41 @@ def prepare(config: Any, world: World, objective: Callable, loss: Callable) -> S
     width = 0
     if config.model and not config.resume:
         width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
-    config = settings.settle(config, width)
-    score = util.load_function(config.reward, "score") if config.reward else tasks.reward
+    config = settings.filled_in(config, width)
+    reward = util.load_function(config.reward, "score") if config.reward else None
+    log = None  # on other ranks the file is not even loaded
+    if config.log and not world.rank:
+        log = util.load_function(config.log, "log")
     kind = tasks.load(config.task, config.data)
     if not config.reward:
         util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
-    run = Run(config, world, questions.checksum)
-    start = Start(config.model, State()) if config.plan else run.start()
+    state = State() if config.plan else found(config, questions.checksum, world)
     saved = []
-    if run.state.phase == "warmup" and config.warmup not in ("", "scripts"):
+    if state.phase == "warmup" and config.warmup not in ("", "scripts"):
         saved = saved_trees(config.warmup)
-    if not start.weights:
-        make_tiny(run, config, questions)
+    if not state.checkpoint and not config.model:
+        make_tiny(config, questions, world)
         world.gather(None)  # it can be read
-        start = replace(start, weights=run.path("init"))
 
-    tokenizer = Tokenizer.from_pretrained(start.source)
-    shape = DecoderConfig.read(os.path.join(start.weights, "config.json"))
-    changes = "" if start.checkpoint else config.rlm  # a checkpoint has them
-    rlm_config = rlm.load_config(
-        start.source, shape.max_position_embeddings, config.sandbox, changes)
+    weights = weights_of(config, state)
+    source = state.checkpoint or weights  # of tokenizer and rlm.json
+    tokenizer = Tokenizer.from_pretrained(source)
+    shape = DecoderConfig.read(os.path.join(weights, "config.json"))
+    changes = "" if state.checkpoint else config.rlm  # a checkpoint has them
+    rlm_config = load_config(source, shape.max_position_embeddings, config.sandbox, changes)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, task=name, window=plan.window)
-    setup = Setup(config, run, plan, start, questions, score, objective, loss,
+    setup = Setup(config, world, began, questions, reward, objective, loss, log, plan,
                   tokenizer, rlm_config, saved)
     announce(setup, wanted)
     if not config.plan and not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
-    return setup
+    return setup, state
 
 
 def announce(setup: Setup, wanted: Plan) -> None:
@@ -114,33 +122,33 @@ def announce(setup: Setup, wanted: Plan) -> None:
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
         print(wanted.table())
-    root = rlm.opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
-    print(settings.opening(config, setup.rlm_config, plan))
+    root = opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
+    print(settings.announced(config, setup.rlm_config, plan))
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
     print(f"a window of {plan.window:,} tokens; the first prompt {used}")
     if config.plan:
         prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
         print(printable("\n".join([questions.described(), *prompt])))
     else:
-        print(f"what is interrupted continues with: {resuming(config, setup.run.world)}")
+        print(f"what is interrupted continues with: {resuming(config, setup.world)}")
 
 
 def tiny_rlm(kind: ModuleType) -> RLMConfig:
     """TINY_RLM, with the changes that a kind of task makes: its TINY."""
-    return rlm.changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
+    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
 
 
-def make_tiny(run: Run, config: Any, questions: Questions) -> None:
+def make_tiny(config: Config, questions: Questions, world: World) -> None:
     """OUT/init, made from nothing and written by rank 0: a tokenizer trained on the
     conversations of scripted trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
     asked = (questions.playable[:TOKENIZER_TREES]
              or [tasks.make(questions.kind, rng) for rng in draws])
-    rlm_config, path = tiny_rlm(questions.kind), run.path("init")
-    trees = scripted_trees(asked, None, rlm_config, "tokenizer", run.world)
-    if run.world.rank:
+    rlm_config, path = tiny_rlm(questions.kind), os.path.join(config.out, "init")
+    trees = scripted_trees(asked, None, rlm_config, "tokenizer", world)
+    if world.rank:
         return
-    run.claim()
+    claim(config, questions.checksum)
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
@@ -151,9 +159,11 @@ def make_tiny(run: Run, config: Any, questions: Questions) -> None:
     rlm_config.save(os.path.join(path, "rlm.json"))
 
 
-def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
-    """This rank's share of the weights, and the optimizer as far as it is saved."""
-    config, plan = setup.config, setup.plan
+def load(setup: Setup, state: State) -> tuple[Decoder, AdamW]:
+    """This rank's share of the weights, and the optimizer as far as it is saved. Random
+    weights are trained whole in the warm-up, also with --lora-rank."""
+    config, plan, weights = setup.config, setup.plan, weights_of(setup.config, state)
+    adapters = config.lora_rank > 0 and (config.model != "" or state.phase == "grpo")
 
     def with_adapters(model: Decoder) -> None:
         if adapters:
@@ -162,23 +172,25 @@ def load(start: Start, setup: Setup, adapters: bool) -> tuple[Decoder, AdamW]:
 
     gc.collect()  # weights that were in use before are in reference cycles
     stored = plan.dtype if adapters else torch.float32
-    model = Decoder.from_pretrained(start.weights, stored, DEVICE, with_adapters)
+    model = Decoder.from_pretrained(weights, stored, DEVICE, with_adapters)
     model.recompute_above = plan.recompute_above
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     # Fused: the other kinds hold temporary copies of all weights.
     optimizer = AdamW(
         trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    if start.adapter:
-        hf.load_adapter(model, start.adapter, start.weights)
-    if start.optimizer:
-        checkpoint.load_optimizer(model, optimizer, start.optimizer)
+    adapter = os.path.join(state.checkpoint, "adapter")
+    moments = os.path.join(state.checkpoint, "optimizer")
+    if state.checkpoint and os.path.isdir(adapter):
+        hf.load_adapter(model, adapter, weights)
+    if state.checkpoint and os.path.isdir(moments):
+        checkpoint.load_optimizer(model, optimizer, moments)
     return model, optimizer
 
 
 def make_sampler(setup: Setup, model: Decoder) -> Sampler:
     """A copy with merged adapters is faster than the adapters beside the weights."""
     plan = setup.plan
-    return Sampler(model, memory=plan.need(setup.run.world.size)["KV cache"],
+    return Sampler(model, memory=plan.need(setup.world.size)["KV cache"],
                    batch=MOST_REQUESTS[plan.device], window=plan.window, dtype=plan.dtype,
                    copy=setup.config.lora_rank > 0 and not plan.apart)
 
@@ -192,8 +204,8 @@ def reference_of(setup: Setup) -> Decoder | None:
         model.requires_grad_(False)
         parallel.shard(model, setup.plan.dtype)
 
-    return Decoder.from_pretrained(
-        setup.run.path("warmup"), setup.plan.dtype, DEVICE, frozen)
+    return Decoder.from_pretrained(os.path.join(setup.config.out, "warmup"),
+                                   setup.plan.dtype, DEVICE, frozen)
 
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
@@ -202,23 +214,5 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
     """One tree per question. A script takes the place of the policy, all else is as in
     GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
-    return grown(rlm.jobs(asked), world, lambda jobs: rlm.collect(
-        jobs, policy, tokenizer, rlm_config, at_once=32, label="scripts"))
-
-
-def grown(jobs: list[rlm.Job], world: World, collect: Callable) -> list[Rollout]:
-    """The tree of each job. Each rank grows its share, then all ranks have the same trees.
-    Raises REPLError if every one of them is lost.
-
-    A share is neighbours in the list: two ranks that have trees of the same question both
-    compute its prompt."""
-    first, end = (len(jobs) * rank // world.size for rank in (world.rank, world.rank + 1))
-    rollouts = asyncio.run(collect(jobs[first:end]))
-    # Every rank knows the questions, so only the trees are exchanged.
-    share = [(tree.root, tree.reward, tree.failed) for tree in rollouts]
-    trees = [tree for part in world.gather(share) for tree in part]
-    rollouts = [Rollout(job.task, job.group, *tree)
-                for job, tree in zip(jobs, trees, strict=True)]
-    if all(rollout.failed for rollout in rollouts):
-        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
-    return rollouts
+    return some_left(asyncio.run(collect(
+        jobs(asked), policy, tokenizer, rlm_config, world, at_once=32, label="scripts")))

@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, model, rows: list, plan, world):
         self.model, self.world = model, world
         self.rounding = ROUNDING if plan.dtype == torch.bfloat16 else 0.0
-        self.packs = packing.packs(some(rows), plan, world, DEVICE)
+        self.packs = packing.packs(watched(rows), plan, world, DEVICE)
         self.before = self.logprobs()
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ def expected_loss(deviation: float) -> float:
     return (1 - torch.special.erfcx(x).item()) / 2
 
 
-def some(rows: list) -> list:
+def watched(rows: list) -> list:
     """Rows with a positive advantage, at most WATCHED per depth."""
     by_depth = defaultdict(list)
     for row in rows:
