@@ -237,8 +237,7 @@ class Worker:
         try:
             self.run(self.start)
         except MemoryError:
-            most = f"{self.limits.memory_mb} MB of memory"
-            error = f"MemoryError: the context does not fit into {most}"
+            error = f"MemoryError: memory_mb {self.limits.memory_mb} cannot hold the context"
             self.sock.sendall(self.frame(b"S", error))
         while True:
             self.run(self.block)

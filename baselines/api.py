@@ -21,7 +21,6 @@ from tree import Completion, Lost, Node, Refused, Sampling, printable
 from util import MISREAD
 
 REFUSALS = (400, 413, 422)
-MOST = 10 ** 9  # tokens that a reply can have used
 NEWER = "max_completion_tokens"  # the name of max_tokens for newer models
 
 
@@ -49,12 +48,11 @@ class API:
                     **{limit: max_tokens})
             choice, used = reply.choices[0], reply.usage
             usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
-            if not all(type(n) is int and 0 <= n < MOST for n in usage.values()):
+            if not all(type(n) is int and 0 <= n < 10 ** 9 for n in usage.values()):
                 raise ValueError(f"usage {usage}")
             text = choice.message.content
-            text = "" if text is None else text
-            if not isinstance(text, str):  # its parts
-                text = "".join(part["text"] for part in text)
+            if not isinstance(text, str):  # in parts, or there is none
+                text = "".join(part["text"] for part in ([] if text is None else text))
             stop = "length" if choice.finish_reason == "length" else "stop"
             return Completion(text, stop=stop, usage=usage)
         except MISREAD as error:

@@ -89,15 +89,11 @@ def f1(answer: str, gold: str) -> float:
     return 2 * (given & wanted).total() / (given.total() + wanted.total())
 
 
-def same(answer: str, gold: str) -> float:
-    return float(tokens(answer) == tokens(gold))
-
-
 def best(rule, answer, golds: list[str]) -> float:
     """The largest rule(answer, gold). Where there is no gold, the answer is to be empty."""
     if type(answer) not in (str, int, float, list):
         return 0.0
-    return max(rule(as_line(answer), gold) for gold in golds or [""])
+    return max(float(rule(as_line(answer), gold)) for gold in golds or [""])
 
 
 def score(task, answer):
@@ -106,7 +102,7 @@ def score(task, answer):
 
 def exact(task, answer):
     """SQuAD's exact match."""
-    return best(same, answer, task.answer)
+    return best(lambda said, gold: tokens(said) == tokens(gold), answer, task.answer)
 
 
 def right_answer(task):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import tasks
 from tasks import Task
@@ -44,8 +43,7 @@ class Questions:
     """The questions of a training run. `heldout` and `validation` are lists, and `longer`
     has lists by the names of their scores, where the task has lengths. Questions for
     `validation` choose a checkpoint; those of a file are as many as held out, and are not
-    trained on. Of either the first `heldout` are asked: how a file is split does not depend
-    on that. `checksum` tells two files apart."""
+    trained on. Of either the first `heldout` are asked: the split is eval.py's, too."""
 
     def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128, validation: bool = False):
@@ -53,11 +51,8 @@ class Questions:
         self.rows: list[Task] = []  # from a file; without one, questions are generated
         self.longer: dict[str, list[Task]] = {}
         self.validation: list[Task] = []
-        self.checksum = ""
         if data:
-            rows = read(data, kind)
-            self.checksum = sha256([row.id for row in rows])
-            self.rows, held = split(rows)
+            self.rows, held = split(read(data, kind))
             if validation:
                 self.rows, self.validation = split(self.rows, len(held))
             self.heldout, self.validation = held[:heldout], self.validation[:heldout]
@@ -128,7 +123,8 @@ def read(path: str, kind: ModuleType) -> list[Task]:
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             made = tasks.question("", name, kind.read(row))
-            id = "row-" + sha256([made.query, made.context, made.answer])
+            content = json.dumps([made.query, made.context, made.answer])
+            id = "row-" + hashlib.sha256(content.encode()).hexdigest()[:12]
             questions.append(replace(made, id=id))
         except MISREAD as error:
             reason = re.sub(r"\d+", "#", str(error))  # names and places differ by row
@@ -142,11 +138,6 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     if not questions:
         raise ValueError(f"{path}: no row can be used")
     return questions
-
-
-def sha256(value: Any) -> str:
-    """The beginning of a JSON value's checksum."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:

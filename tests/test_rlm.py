@@ -227,7 +227,7 @@ def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused(
     tree, lost = asyncio.run(collect(
         asked, Script(says), None, small, score=lambda task, answer: 1.0))
     child, = tree.root.children
-    assert child.end == "memory" and "150 MB" in child.reason
+    assert child.end == "memory" and "memory_mb 150" in child.reason
     assert tree.root.answer.startswith("Error") and "memory" in tree.root.answer
     assert lost.failed.startswith("refused") and "memory" in lost.failed
 

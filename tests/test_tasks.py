@@ -248,7 +248,7 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
 
 @pytest.mark.parametrize("empty", ["", [], {"a": " "}])
 def test_where_there_is_no_text_the_same_question_is_on_one_side_of_the_split(empty):
-    rows = [Task(str(i), "qa", f"What is {i % 30}  plus\n1?", empty, []) for i in range(100)]
+    rows = [Task(str(i), "qa", f"What is {i % 30}\n+  1?", empty, []) for i in range(100)]
     train, held = split(rows)
     assert not {task.query for task in train} & {task.query for task in held}
     assert 16 < len(held) <= 20

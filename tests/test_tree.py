@@ -77,7 +77,8 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
 
 
 @pytest.mark.parametrize("temperature, top_p", [
-    (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, -1.0), (1.0, math.nan), (1.0, 2.0)])
+    (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0),
+    (1.0, -1.0), (1.0, math.nan), (1.0, 2.0)])
 def test_a_sampling_that_means_nothing_is_refused(temperature, top_p):
     with pytest.raises(ValueError, match="^[^\n]+$"):
         Sampling(temperature, top_p)

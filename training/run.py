@@ -11,6 +11,7 @@ import os
 import shlex
 import statistics
 import time
+import zlib
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,15 +50,15 @@ class State:
     checkpoint: str = ""  # the directory that the run continues from, if there is one
 
 
-def found(config: Config, checksum: str, world: World) -> State:
+def found(config: Config, world: World) -> State:
     """What the run continues from, or begins with, on all ranks. Raises ValueError if --out
     holds a run and --resume is not given, or the other way round; if it holds anything
     else; or if a flag cannot change."""
-    state = find(config, checksum) if world.rank == 0 else None
+    state = find(config) if world.rank == 0 else None
     return world.gather(state)[0]
 
 
-def find(config: Config, checksum: str) -> State:
+def find(config: Config) -> State:
     out, earlier = config.out, os.path.join(config.out, "run.json")
     holds_run = os.path.exists(earlier)
     if os.path.isdir(out) and os.listdir(out) and not holds_run:
@@ -70,7 +71,7 @@ def find(config: Config, checksum: str) -> State:
     if not config.resume:
         return State()
 
-    flags = flags_of(config, checksum)
+    flags = flags_of(config)
     for name, before in read_json(earlier).items():
         now = flags.get(name, before)
         if now != before and name not in MAY_CHANGE:
@@ -108,15 +109,18 @@ def frozen(config: Config, state: State) -> str:
     return config.model or os.path.join(config.out, "init")
 
 
-def flags_of(config: Config, checksum: str) -> dict:
-    """What run.json keeps: all flags, and a checksum of the rows of --data."""
-    return asdict(config) | {"data_checksum": checksum}
+def flags_of(config: Config) -> dict:
+    """What run.json keeps: all flags, and a checksum of --data."""
+    flags = asdict(config)
+    if config.data:
+        flags["data_checksum"] = zlib.crc32(Path(config.data).read_bytes())
+    return flags
 
 
-def claim(config: Config, checksum: str) -> None:
+def claim(config: Config) -> None:
     """Make the directory that of a run."""
     os.makedirs(config.out, exist_ok=True)
-    write_json(os.path.join(config.out, "run.json"), flags_of(config, checksum))
+    write_json(os.path.join(config.out, "run.json"), flags_of(config))
 
 
 class Run:
@@ -130,7 +134,7 @@ class Run:
         self.began = setup.began - state.seconds
         self.saved = self.reported = self.trimmed = time.monotonic()
         if self.world.rank == 0:
-            claim(self.config, setup.questions.checksum)
+            claim(self.config)
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.truncate(min(file.tell(), state.logged))
             steps = state.step if state.phase == "grpo" else 0

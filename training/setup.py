@@ -89,7 +89,7 @@ def prepare(config: Config, world: World, objective: Callable,
         util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
-    state = State() if config.plan else found(config, questions.checksum, world)
+    state = State() if config.plan else found(config, world)
     saved = []
     if state.phase == "warmup" and config.warmup not in ("", "scripts"):
         saved = saved_trees(config.warmup)
@@ -148,7 +148,7 @@ def make_tiny(config: Config, questions: Questions, world: World) -> None:
     trees = scripted_trees(asked, None, rlm_config, "tokenizer", world)
     if world.rank:
         return
-    claim(config, questions.checksum)
+    claim(config)
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
              for turn in node.turns]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
