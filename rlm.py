@@ -22,7 +22,6 @@ accepts. Here only a call inside the REPL answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -73,7 +73,7 @@ def short_run(tmp_path_factory):
     """A finished short run from nothing, of a smaller model: init, warmup, final."""
     import tasks
     import train
-    from rlm import load_config
+    from config import load_config
     from training import setup
 
     out = tmp_path_factory.mktemp("run") / "a"

@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("openai")
 
 import eval as evaluation
-import rlm
+import ask
 from baselines.api import API
 from conftest import command
-from rlm import RLMConfig, collect, jobs
+from config import RLMConfig
+from training.trees import collect, jobs
 from stub_server import KEY, Stub
 from tasks import Task
 from tasks.in_repl import block
@@ -110,10 +111,10 @@ def test_the_command_line_shows_the_turns_and_then_the_answer(
     (tmp_path / "a.txt").write_text("What is in the file")
     with Stub(says=block("print('\x1b[2Jseen')\nFINAL(context[:4])")) as server:
         args = "--api-model", "m", "A question?", tmp_path / "a.txt"
-        assert command(rlm, monkeypatch, "--api", server.url, *args) is None
+        assert command(ask, monkeypatch, "--api", server.url, *args) is None
     out, err = capsys.readouterr()
     assert out == "What\n" and "\x1b" not in err
     assert "tokens, which end with\nA question?" in err and "FINAL(context[:4])" in err
     with Stub(says="1", always="413") as server:
-        message = command(rlm, monkeypatch, "--api", server.url, *args)
+        message = command(ask, monkeypatch, "--api", server.url, *args)
     assert message.startswith("rlm.py: Error code: 413")

@@ -9,9 +9,9 @@ import torch
 from conftest import FLAT, ROOT, SHORT, command
 from test_tasks import ROWS
 
-import rlm
 import tasks
 import train
+from config import load_config
 from engine import hf
 from model import open_checkpoint
 from tasks.questions import read
@@ -83,7 +83,7 @@ def with_odd(value, path, odd):
 def test_odd_values_in_the_files_of_a_checkpoint_give_one_line(name, tmp_path):
     readers = {"config.json": lambda: hf.read_config(str(tmp_path / name)),
                "tokenizer_config.json": lambda: Tokenizer.from_pretrained(tmp_path),
-               "rlm.json": lambda: rlm.load_config(str(tmp_path))}
+               "rlm.json": lambda: load_config(str(tmp_path))}
     shutil.copytree(ROOT / "assets" / "tiny", tmp_path, dirs_exist_ok=True)
     whole = json.loads((tmp_path / name).read_text())
     for path in fields_of(whole):

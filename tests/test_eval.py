@@ -7,8 +7,8 @@ import pytest
 
 import conftest
 import eval as evaluation
-import rlm
 import tasks
+from ask import RLM
 from conftest import PAPERS, data_of
 from repl import REPLError
 from tasks import Task
@@ -130,7 +130,7 @@ def test_a_checkpoint_runs_no_code_of_its_own(command, short_run, tmp_path):
     flags = "--model", model, "--data", PAPERS, "--n", 1
     assert f"is a program, {model}/task.py: name it" in command(*flags)[0]
     with pytest.raises(ValueError, match="name it"):
-        rlm.RLM(model).completion("q", "c")
+        RLM(model).completion("q", "c")
     assert command(*flags, "--tasks", "evidence")[0] is None
 
 
@@ -138,7 +138,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     async def refuse(*args, **more):
         raise REPLError("no process left")
 
-    monkeypatch.setattr(rlm, "rollout", refuse)
+    monkeypatch.setattr(evaluation, "rollout", refuse)
     message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
     assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "2"]
@@ -146,12 +146,12 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
 
 
 @pytest.mark.parametrize("args, says", [
-    ([], "needs --model DIR"), (["--model", "/nowhere"], "/nowhere"),
+    ([], "one of --model DIR"), (["--model", "/nowhere"], "/nowhere"),
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
-    (["--model", "m", "--api", "u", "--api-model", "n"], "not allowed with"),
-    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
-    (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for those of --data")])
+    (["--model", "m", "--api", "u", "--api-model", "n"], "not both"),
+    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "one of"),
+    (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for --data")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()

@@ -12,9 +12,10 @@ import pytest
 
 import tasks
 from engine.parallel import World
-from rlm import RLMConfig, collect, jobs
+from config import RLMConfig
+from training.trees import collect, jobs
 from tasks import NAMES, Task, deep, load, make, oolong, qa, question, requests, reward
-from tasks.in_repl import block, word_of
+from tasks.in_repl import block
 from tasks.oolong import LABELS
 from tasks.scripts import script_policy, scripted
 from tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import prompts
 import tasks
 from baselines import methods
 from baselines.methods import flat
-from rlm import RLMConfig
+from config import RLMConfig
 from tasks import Task, evidence, requests
 from tokenizer import Tokenizer
 from tree import Completion

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from test_sampler import HYBRID
 from torch.distributed.tensor import DTensor
 
 import grpo
-import rlm
 import tasks
 import train
+from config import RLMConfig
 from engine import packing, plan
 from engine.parallel import World, full_tensor
 from model import Decoder, DecoderConfig
@@ -27,6 +28,7 @@ from repl import REPLError
 from tasks.questions import Questions
 from tokenizer import Tokenizer
 from training import checkpoint, setup, steady
+from training import trees as many
 from training.run import Run
 from tree import Node, Rollout, Turn
 
@@ -84,7 +86,7 @@ def take_step(out, kind, number, world):
                               if weight.requires_grad}
         return optimizer_step(model, *more)
 
-    def collect(run, model, *more):
+    def collect(setup, model, *more):
         # A forward pass without a backward pass must leave no weight gathered.
         with torch.no_grad():
             model.logprobs(packing.collate([row], "cpu"))
@@ -219,7 +221,9 @@ def on_ranks(size, function):
             both.wait()
             return gathered
 
-        return function(SimpleNamespace(rank=rank, size=size, gather=gather))
+        world = World()
+        world.rank, world.size, world.gather = rank, size, gather
+        return function(world)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
@@ -227,33 +231,32 @@ def on_ranks(size, function):
 
 def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypatch):
     """Four questions on eight ranks; and the warm-up, as its packs have to be the same."""
-    here, shares, lost = threading.local(), [], {1}
+    here, shares, lost = threading.local(), Counter(), {1}
 
-    async def collect(jobs, *_, **more):
-        shares.append(len(jobs))
-        return [Rollout(job.task, job.group, Node(turns=[
-            Turn("assistant", "", (job.key[-1],), (0.0,))]), 0.0,
-            "lost" * (here.rank in lost)) for job in jobs]
+    async def grow(job, *_):
+        shares[here.rank] += 1
+        turn = Turn("assistant", "", (job.key[-1],), (0.0,))
+        return Node(turns=[turn]), 0.0, "lost" * (here.rank in lost)
 
     def sampled(world):
-        run = SimpleNamespace(world=world, tokenizer=None, rlm_config=None)
+        run = Mock(world=world, rlm_config=RLMConfig())
         here.rank = world.rank
-        trees = train.sample_trees(run, None, Mock(), None, asked, (), "", 4)
+        trees = train.sample_trees(run, None, Mock(), asked, (), "", 4)
         return [(tree.task, tree.group, tree.root.ids) for tree in trees]
 
     def warmed_up(world):
         here.rank = world.rank
         plan = Mock(config=Mock(hidden_size=8), window=9)
         nodes = train.warm_up_nodes(Mock(
-            config=train.Config(warmup_steps=1), plan=plan, run=Mock(world=world), saved=[],
+            config=train.Config(warmup_steps=1), plan=plan, world=world, saved=[],
             questions=questions, rlm_config=setup.tiny_rlm(questions.kind)))
         return [node.ids for node in nodes]
 
-    monkeypatch.setattr(rlm, "collect", collect)
+    monkeypatch.setattr(many, "grow", grow)
     questions = Questions(tasks.load("requests"), heldout=4)
     asked = questions.heldout
     want = [(asked[i // 4], str(i // 4), [i]) for i in range(16)]
-    assert on_ranks(8, sampled) == [want] * 8 and shares == [2] * 8
+    assert on_ranks(8, sampled) == [want] * 8 and shares == dict.fromkeys(range(8), 2)
     assert on_ranks(2, warmed_up) == [[[i] for i in range(16)]] * 2
     lost.add(0)
     with pytest.raises(REPLError, match="every tree was lost"):

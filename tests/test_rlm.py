@@ -6,16 +6,19 @@ import re
 
 import pytest
 
+import ask
 import prompts
 import rlm
 import tasks
+from config import RLMConfig, load_config
 from conftest import ROOT, command
-from repl import Limits
 from prompts import opening, parse
-from rlm import RLMConfig, rollout
+from repl import Limits
+from rlm import rollout
 from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import block
 from tokenizer import Tokenizer
+from training import trees
 from tree import Completion, Node, Refused, Turn, Unscored, render
 
 
@@ -56,7 +59,7 @@ class Script:
 
 
 def collect(questions, policy, *more, key=(), **options):
-    return rlm.collect(rlm.jobs(questions, key), policy, *more, **options)
+    return trees.collect(trees.jobs(questions, key), policy, *more, **options)
 
 
 def grow(says, question=None, tokenizer=None, **config):
@@ -225,7 +228,7 @@ def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused(
     small = RLMConfig(limits=Limits(memory_mb=150))
     asked = [task(), task(context="a" * (50 << 20))]
     tree, lost = asyncio.run(collect(
-        asked, Script(says), None, small, score=lambda task, answer: 1.0))
+        asked, Script(says), None, small, reward=lambda *given: 1.0))
     child, = tree.root.children
     assert child.end == "memory" and "memory_mb 150" in child.reason
     assert tree.root.answer.startswith("Error") and "memory" in tree.root.answer
@@ -406,20 +409,20 @@ def test_a_bug_in_a_policy_ends_all():
 
 
 def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
-    def trees(error):
-        async def score(task, answer):
+    def grown(error):
+        async def score(task, answer, root):
             if task.id == "t1":
                 raise error
             return 0.5
 
         policy = Script({"*": block("FINAL(1)")})
         return asyncio.run(collect([evidence(0), evidence(1)], policy, None, RLMConfig(),
-                                   score=score))
+                                   reward=score))
 
-    assert [(r.reward, r.failed, r.root.answer) for r in trees(Unscored("gone"))] == [
+    assert [(r.reward, r.failed, r.root.answer) for r in grown(Unscored("gone"))] == [
         (0.5, "", 1), (0.0, "Unscored('gone')", 1)]
     with pytest.raises(KeyError):
-        trees(KeyError("a bug"))
+        grown(KeyError("a bug"))
 
 
 def test_at_most_at_once_trees_run_side_by_side():
@@ -454,19 +457,19 @@ def test_every_completion_has_a_key_of_its_own():
 
 
 def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(tmp_path):
-    assert rlm.load_config(str(tmp_path), 512) == RLMConfig(window=512)
+    assert load_config(str(tmp_path), 512) == RLMConfig(window=512)
     config = RLMConfig(3, 4, 5, 600, 7, 8000, 9.5, "brief", "requests",
                        Limits(seconds=1.5, output_chars=77))
     config.save(str(tmp_path / "rlm.json"))
-    assert rlm.load_config(str(tmp_path)) == config
-    assert rlm.load_config(str(tmp_path), 512).window == 512
+    assert load_config(str(tmp_path)) == config
+    assert load_config(str(tmp_path), 512).window == 512
 
 
 def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
     RLMConfig(max_turns=3, limits=Limits(seconds=1.5)).save(tmp_path / "rlm.json")
     more = tmp_path / "more.json"
     more.write_text('{"seconds": 7, "limits": {"output_chars": 9}}')
-    changed = rlm.load_config(str(tmp_path), changes=str(more))
+    changed = load_config(str(tmp_path), changes=str(more))
     assert changed == RLMConfig(max_turns=3, seconds=7,
                                 limits=Limits(seconds=1.5, output_chars=9))
     for text in ('{"turns": 2}', '{"max_turns": "2"}', '{"limits": {"second": 1}}',
@@ -474,7 +477,7 @@ def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
                  '{"style": "breif"}', "[1]"):
         more.write_text(text)
         with pytest.raises(ValueError, match="more.json: "):
-            rlm.load_config(str(tmp_path), changes=str(more))
+            load_config(str(tmp_path), changes=str(more))
 
 
 @pytest.mark.parametrize("path", [(), (0,)])
@@ -516,7 +519,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
 def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeypatch):
     """As in a notebook, where a loop runs."""
     asked = tasks.make(tasks.load("requests"), random.Random(3), heldout=True)
-    trained = rlm.RLM(ROOT / "assets" / "tiny")
+    trained = ask.RLM(ROOT / "assets" / "tiny")
 
     async def notebook():
         return await asyncio.gather(
@@ -529,12 +532,12 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeyp
     async def grown(task, *_):
         return Node(answer=task.context)
 
-    monkeypatch.setattr(rlm, "rollout", grown)
+    monkeypatch.setattr(ask, "rollout", grown)
     assert trained.completion("Which?", {7: "a"}) == {"7": "a"}  # as the REPL has it
 
 
 def test_the_demo_shows_its_turns_then_answer_gold_and_score(monkeypatch, capsys):
-    assert command(rlm, monkeypatch, "--demo") is None
+    assert command(ask, monkeypatch, "--demo") is None
     out, err = capsys.readouterr()
     answer, gold, score = out.splitlines()
     assert (gold, score) == (f"gold: {answer}", "score: 1.00")

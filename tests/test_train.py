@@ -13,6 +13,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,20 +21,21 @@ from conftest import FLAT, PAPERS, ROOT, SHORT, SMALL_MODEL, command, data_of
 
 import eval as evaluation
 import grpo
-import rlm
 import tasks
 import train
 import training.run
+from ask import RLM
+from config import load_config
 from engine.parallel import World
 from grpo import Row
 from model import Decoder, DecoderConfig
+from rlm import opened
 from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
-from training.metrics import Clock
-from training.run import Run
+from training.run import Run, State, find, weights_of
 from tree import Rollout, read_rollouts
 from util import parse
 
@@ -82,12 +84,13 @@ def loop_of(short_run, tmp_path, monkeypatch):
 
 def reinforce(loop, trees):
     """Steps of GRPO on these trees, without a sampler; returns the metrics of the last."""
-    def collect(asked, key, *more):
+    def sample(setup, model, sampler, asked, key, *more):
         return trees[min(key[1], len(trees) - 1)]
 
-    given = vars(loop) | {"sample": collect, "clock": Clock({"seconds": 0.0})}
-    train.grpo_loop(**given)
-    return lines(loop.setup.config.out)[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "sample_trees", sample)
+        train.grpo_loop(**vars(loop))
+    return lines(loop.run.out)[-1]
 
 
 def copies(model):
@@ -124,8 +127,8 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
     assert [path.name for path in trees_of(short_run)] == [
         "000001.jsonl", "000001.page", "000002.jsonl", "000002.page"]
     monkeypatch.setattr(training.run, "KEPT_STEPS", 2)
-    run = Run(train.Config(out=str(tmp_path)), World())
-    run.tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
+    run = Run(Mock(config=train.Config(out=str(tmp_path)), world=World(), began=0.0,
+                   tokenizer=Tokenizer.from_pretrained(short_run / "warmup")), State())
     for run.state.step in (8, 9, 10):
         run.keep_trees(scripted_trees, grpo.credit(scripted_trees, run.config))
     assert [path.stem for path in trees_of(tmp_path)] == ["000009"] * 2 + ["000010"] * 2
@@ -163,7 +166,7 @@ def test_tokens_end_a_run_and_the_best_weights_and_each_checkpoint_can_be_opened
     result = json.loads((out / "result.json").read_text())
     assert step["grad_norm"] > 0 and result["sampled_tokens"] == step["tokens"] * 4
     last = checkpoint.checkpoints(str(out))[-1]  # it has adapters alone
-    models = [rlm.RLM(path).sampler.model for path in (out / "final", out / "best", last)]
+    models = [RLM(path).sampler.model for path in (out / "final", out / "best", last)]
     want = models[0].state_dict()
     for model in models[1:]:
         for name, weight in model.state_dict().items():
@@ -175,9 +178,9 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
     command(train, monkeypatch, "--plan", "--model", short_run / "warmup", "--data", PAPERS)
     out = capsys.readouterr().out
     questions = Questions(tasks.load("evidence"), PAPERS)
-    config = rlm.load_config(str(short_run / "warmup"))
+    config = load_config(str(short_run / "warmup"))
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    root = rlm.opened(questions.draw("grpo", 0), tokenizer, config)
+    root = opened(questions.draw("grpo", 0), tokenizer, config)
     assert f"takes {len(root.ids):,} of them" in out and root.said[-1].text in out
     assert f"{len(questions.rows)} questions to train on" in out
     assert "gold answers score 1.000, the worst 1.000" in out
@@ -224,7 +227,7 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
     assert row["step"] == 10 and row["flat"] == 1 and "entropy" not in row
     assert not moved(before, loop.model)
     assert "stopped: in the last 10 steps" in capsys.readouterr().out
-    loop.setup.run.state.silent = 0
+    loop.run.state.silent = 0
     assert reinforce(loop, [flat] * 14 + [scripted_trees] + [flat] * 30)["step"] == 25
 
 
@@ -363,24 +366,23 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
         (last / part).mkdir(parents=True)
     (last / "state.json").write_text(json.dumps({"phase": phase, "step": 7}))
     (tmp_path / "run.json").write_text("{}")
-    run = Run(train.Config(out=str(tmp_path), model="M", resume=True), World())
-    start = run.find_start()
+    config = train.Config(out=str(tmp_path), model="M", resume=True)
+    state = find(config)
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
-    assert start.weights == want[weights] and start.state.step == 7
-    for part in ("adapter", "optimizer"):
-        assert getattr(start, part) == (str(last / part) if part in parts else "")
+    assert weights_of(config, state) == want[weights]
+    assert (state.step, state.checkpoint) == (7, str(last))
 
 
 @pytest.mark.parametrize("flags, width, want", [
-    ({"lora_rank": 1}, 0, (450, 3e-3, 2.8e-3)),
+    ({"lora_rank": 1}, 0, (1000, 3e-3, 2.8e-3)),
     ({"lr": 0.5, "warmup_steps": 3}, 0, (3, 3e-3, 0.5)),
     ({"model": "M"}, 4096, (0, 1e-5, 1e-6)),
     ({"model": "M", "warmup": "F", "lora_rank": 16}, 2560, (60, 2e-4, 2e-5)),
     ({"model": "M", "lora_rank": 16}, 1280, (0, 2e-4, 4e-5)),
-    ({"model": "M", "warmup": "scripts"}, 128, (450, 3e-3, 1.4e-3))])
+    ({"model": "M", "warmup": "scripts"}, 128, (1000, 3e-3, 1.4e-3))])
 def test_defaults_suit_the_checkpoint(flags, width, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
-    config = settings.settle(train.Config(**flags), width)
+    config = settings.filled_in(train.Config(**flags), width)
     assert (config.warmup_steps, config.warmup_lr, config.lr) == pytest.approx(want)
 
 
@@ -392,10 +394,10 @@ sys.path.insert(0, ".")
 import train, training.run
 training.run.SAVE_EVERY = 2
 collect = train.sample_trees
-def killed(run, *args):
-    if run.state.step == 3:
+def killed(setup, model, sampler, asked, key, *args):
+    if key[1] == 3:  # its fourth step
         os.kill(os.getpid(), signal.SIGKILL)
-    return collect(run, *args)
+    return collect(setup, model, sampler, asked, key, *args)
 train.sample_trees = killed
 train.main()
 """
