@@ -1,7 +1,7 @@
 """A policy behind an HTTP server that speaks the chat-completions protocol: hosted models,
 vLLM, llama.cpp and the like. The key is read from OPENAI_API_KEY.
 
-    python rlm.py --api http://localhost:8000/v1 --api-model NAME "What is it about?" FILE
+    python ask.py --api http://localhost:8000/v1 --api-model NAME "What is it about?" FILE
 
 The package `openai` sends the requests, and sends them again when a server is busy or
 broken. Where the server refuses one for its content or length (400, 413, 422), that node

@@ -27,7 +27,7 @@ class Defaults:
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
 SCRATCH = Defaults(warmup_steps=1000, warmup_lr=3e-3, warmup_rows=32, lr=1.4e-3,
                    max_norm=0.2, adapters=2.0)
-# The rates of published runs of 4B and more; `settle` raises that of smaller models.
+# The rates of published runs of 4B and more; `filled_in` raises that of smaller models.
 PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_rows=8, lr=1e-6,
                       max_norm=1.0, adapters=20.0)
 
