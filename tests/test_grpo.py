@@ -160,14 +160,27 @@ def test_what_is_watched_of_a_batch_by_hand():
     old = torch.tensor([-1.0, -2.0, -0.5])
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
+<<<<<<< HEAD
     pack = pack_of(old, sampler, [1.0, -1.0, 0.5], [0.1, 0.2, 0.3])
     loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
     assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
+=======
+    pack = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
+            "weights": torch.tensor([0.1, 0.2, 0.3]),
+            "reference": new + torch.tensor([2.0, 1.0, 0.5]).log()}
+    config = GRPOConfig(kl=0.1)
+    loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, config)
+    # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2. And
+    # k3 is 2 - log 2 - 1 at ratio 1.5, 0, and 1/2 + log 2 - 1 at ratio 1.
+    terms = 0.1 * 1.5 * (1 - math.log(2)) + 0.3 * 0.5 * (math.log(2) - 0.5)
+    assert loss.item() == pytest.approx(
+        -(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5) + 0.1 * terms)
+>>>>>>> 91489c2 (Tests: the reference of a run with adapters, the KL term by hand, pairs of rows, a log-probability of 0)
 
     assert means(totals(loss, watched)) == pytest.approx({
         "ratio": 1.0, "clipped": 2 / 3, "kl": (0 - math.log(1.5) + math.log(2)) / 3,
-        "reference_kl": 0, "entropy": 0.5, "advantage": 2.5 / 3,
+        "reference_kl": 0.5 / 3, "entropy": 0.5, "advantage": 2.5 / 3,
         "gap": (math.log(2) + math.log(3)) / 3,
         "loss": loss.item()})
 
@@ -235,7 +248,7 @@ def random_rows(n, seed=0, longest=60, alike=0.0):
             ids = before[:rng.randint(1, len(before))]
         ids = ids + [rng.randrange(64) for _ in range(rng.randint(0, longest - 1))]
         mask = [0] + [int(rng.random() < 0.5) for _ in ids[1:]]
-        logprobs = [-4.0 * rng.random() * m for m in mask]
+        logprobs = [-round(4.0 * rng.random()) * m for m in mask]  # some are 0
         per_token = [rng.choice([-1.0, 0.7])] * sum(mask)
         rows.append(Row(ids, mask, logprobs, per_token, rng.random() / 100))
     return rows
@@ -293,7 +306,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(tries, longes
         return sums, [w.grad.clone() for w in model.parameters()]
 
     for seed in range(tries):
-        rows = random_rows(3 + seed % 7, seed, longest, alike=0.8)
+        rows = random_rows(2 + seed % 7, seed, longest, alike=0.8)
         together = collate(rows, "cpu")
         packed = PackedRows(together.ids[0].tolist(), together.lengths, "cpu")
         assert len(packed.computed) == distinct_tokens(rows)

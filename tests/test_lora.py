@@ -9,8 +9,10 @@ from test_model import SHAPES, build, distance, some_ids
 from test_sampler import HYBRID
 from test_train import weights
 
+import grpo
 import train
 from engine import device, hf
+from grpo import GRPOConfig
 from model import Decoder
 from training import checkpoint
 
@@ -57,11 +59,13 @@ def test_adapters_add_alpha_over_rank_times_B_A(rank):
         torch.testing.assert_close(merged[name], weight.detach())
 
 
-def test_without_adapters_it_is_the_model_that_it_was():
+def test_without_adapters_it_is_the_model_that_it_was_which_is_a_runs_reference():
     model, base = adapted(), build()
     changed = logits(model)
-    with model.adapters_off():
-        assert torch.equal(logits(model), logits(base))
+    ids = some_ids(model)[:1]
+    pack = {"ids": ids, "mask": torch.ones_like(ids), "lengths": [ids.shape[1]]}
+    grpo.add_log_probabilities([pack], GRPOConfig(kl=0.1), model, None)
+    assert torch.equal(pack["reference"], base.logprobs(*list(pack.values())[:3])[0])
     assert torch.equal(logits(model), changed)
 
 
