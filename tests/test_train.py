@@ -35,8 +35,14 @@ from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
+<<<<<<< HEAD
 from training.run import Run, State, find, weights_of
 from tree import Rollout, read_rollouts
+=======
+from training.metrics import Clock
+from training.run import Run, State
+from tree import Rollout, Turn, read_rollouts, write_rollouts
+>>>>>>> 94e880f (Tests: the best validation, a silent run with a KL term, the rate, an overlong node, both phases' checkpoints, the clock of a resumed run)
 from util import parse
 
 
@@ -218,17 +224,34 @@ def test_an_update_moves_the_weights_and_logs_what_to_watch(
         assert row["ratio"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
-        loop_of, scripted_trees, capsys):
-    loop = loop_of("--steps", 30)
+        kl, loop_of, scripted_trees, capsys):
+    loop = loop_of("--steps", 30, "--kl", kl)
     flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
     before = copies(loop.model)
     row = reinforce(loop, [flat] * 30)
-    assert row["step"] == 10 and row["flat"] == 1 and "entropy" not in row
-    assert not moved(before, loop.model)
+    assert row["step"] == 10 and row["flat"] == 1 and ("entropy" in row) == (kl > 0)
+    assert kl or not moved(before, loop.model)
     assert "stopped: in the last 10 steps" in capsys.readouterr().out
     loop.run.state.silent = 0
     assert reinforce(loop, [flat] * 14 + [scripted_trees] + [flat] * 30)["step"] == 25
+
+
+def test_the_best_weights_are_those_of_the_best_validation(
+        loop_of, scripted_trees, monkeypatch):
+    loop, saved = loop_of("--steps", 3, "--eval-every", 1), []
+    run, scores = loop.setup.run, iter((0.5, 0.9, 0.6))
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(scores))
+    monkeypatch.setattr(run, "save_model", lambda *_: saved.append(run.state.step))
+    reinforce(loop, [scripted_trees])
+    assert saved == [1, 2]
+
+
+def test_the_rate_rises_over_five_steps_and_falls_to_a_tenth():
+    config = train.Config(lr=2.0, steps=100)
+    rates = [train.learning_rate(config, State(step=step)) for step in (0, 4, 50, 100)]
+    assert rates == pytest.approx([0.4, 2 * 0.964, 1.1, 0.2])
 
 
 def test_a_step_that_forgets_too_much_is_shortened(
@@ -338,6 +361,9 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     saved = tmp_path / "trees.jsonl"
     assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
                    "--n", 4, "--model", short_run / "init", "--save", saved) is None
+    trees = read_rollouts(saved)
+    trees[0].root.turns[-1] = Turn("assistant", "too long " * 400, (), ())
+    write_rollouts(saved, trees)
     given = stopped_at("imitate", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
                        "--model", short_run / "init")
     assert "4 of 4 trees are fit to learn from" in capsys.readouterr().out
@@ -346,6 +372,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 
     tokenizer = Tokenizer.from_pretrained(short_run / "init")
     for node in given.nodes:
+        assert len(node.ids) <= given.plan.window
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
@@ -362,15 +389,27 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 def test_adapters_are_continued_on_the_weights_that_they_belong_to(
         phase, parts, weights, tmp_path):
     last = tmp_path / "checkpoints" / f"{phase}-000007"
-    for part in ["", *parts]:
+    for part in ["../warmup-000001", *parts]:
         (last / part).mkdir(parents=True)
-    (last / "state.json").write_text(json.dumps({"phase": phase, "step": 7}))
+    state = {"phase": phase, "step": 7, "seconds": 99.0}
+    (last / "state.json").write_text(json.dumps(state))
     (tmp_path / "run.json").write_text("{}")
+<<<<<<< HEAD
     config = train.Config(out=str(tmp_path), model="M", resume=True)
     state = find(config)
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
     assert weights_of(config, state) == want[weights]
     assert (state.step, state.checkpoint) == (7, str(last))
+=======
+    run = Run(train.Config(out=str(tmp_path), model="M", resume=True), World())
+    start = run.start()
+    want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
+    assert start.weights == want[weights] and start.state.step == 7
+    for part in ("adapter", "optimizer"):
+        assert getattr(start, part) == (str(last / part) if part in parts else "")
+    run.open(None, None)
+    assert run.elapsed() >= 99
+>>>>>>> 94e880f (Tests: the best validation, a silent run with a KL term, the rate, an overlong node, both phases' checkpoints, the clock of a resumed run)
 
 
 @pytest.mark.parametrize("flags, width, want", [
