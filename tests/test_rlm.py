@@ -3,6 +3,7 @@ import asyncio
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,12 @@ from repl import Limits
 from rlm import rollout
 from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import block
+<<<<<<< HEAD
 from tokenizer import Tokenizer
 from training import trees
+=======
+from tokenizer import ENDOFTEXT, Tokenizer
+>>>>>>> 3279a54 (Tests: budgets of one message, seconds charged once, turns that end with <|endoftext|>, three prompts)
 from tree import Completion, Node, Refused, Turn, Unscored, render
 
 
@@ -122,19 +127,23 @@ def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max
 
 
 def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(tiny):
-    """Three turns; the second is cut by length, and closed with mask 0."""
-    says = [block("print(1)"), "thinking for ever and ever and ever",
+    """Four turns; the second is cut by length, and closed with mask 0, as is the third,
+    which ends as a text does."""
+    says = [block("print(1)"), "thinking for ever and ever and ever", "text",
             block("FINAL(context)")]
     policy, rows, completions = Script({(): says}, tiny, cut={1: 5}), [], []
 
     async def watch(node, max_tokens, key):
         rows.append((node.ids, node.mask))
-        completions.append(await policy(node, max_tokens, key))
-        return completions[-1]
+        done = await policy(node, max_tokens, key)
+        if node.written == 2:
+            done = replace(done, ids=(*done.ids[:-1], tiny.special[ENDOFTEXT]))
+        completions.append(done)
+        return done
 
     root = grow(watch, tokenizer=tiny)
     rows.append((root.ids, root.mask))
-    assert [c.stop for c in completions] == ["stop", "length", "stop"]
+    assert [c.stop for c in completions] == ["stop", "length", "stop", "stop"]
     assert len(completions[1].ids) == 5 and root.answer == "the context"
     for (ids, mask), (more_ids, more_mask) in zip(rows, rows[1:]):
         assert more_ids[:len(ids)] == ids and more_mask[:len(mask)] == mask
@@ -148,7 +157,8 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
     users = [t.text for t in root.turns if t.role == "user"]
     assert [list(ids) for bit, ids in runs if not bit] == [
         tiny.open(root.turns[0].text, users[0], root.example),
-        tiny.observe(users[1], closed=True), tiny.observe(users[2], closed=False)]
+        tiny.observe(users[1], closed=True), tiny.observe(users[2], closed=False),
+        tiny.observe(users[3], closed=False)]
     assert [p for p, bit in zip(root.logprobs, root.mask) if bit] == [
         p for c in completions for p in c.logprobs]
 
@@ -166,7 +176,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
     ("````repl\nx\n```repl\ny\n```\n````", "x\n```repl\ny\n```\n"),
     # A thought that opens a message is no code, also where it does not end.
     ("<think>\n```repl\na\n```\n</think>\n```repl\nb\n```", "b\n"),
-    ("<think>\n```repl\na\n```\n", None),
+    ("\n<think>\n```repl\na\n```\n", None),
     ("```repl\nx = '<think>'\n```", "x = '<think>'\n"),
     ("<think>a</think>\n```repl\n'</think>'\n```", "'</think>'\n")], ids=repr)
 def test_a_message_ends_with_its_first_complete_block(text, code):
@@ -279,11 +289,17 @@ def test_only_what_is_used_refuses_a_message_in_whatever_order_they_are_sampled(
     assert len(answers) == 1 or most == 60
 
 
-def test_the_trees_seconds_in_code_end_nodes_with_budget():
-    busy = block("import time\nwhile time.process_time() < 0.1: pass")
-    says = {(): [busy, block("FINAL(rlm_query('x'))")], "*": [busy, block("FINAL('in')")]}
-    assert grow(says, seconds=30.0).answer == "in"
-    root = grow(says, seconds=0.15)
+def test_the_trees_seconds_in_code_end_nodes_with_budget(monkeypatch):
+    """Each block counts as two."""
+    execute, x = rlm.REPL.execute, block("x = 1")
+
+    async def timed(*args):
+        return replace(await execute(*args), seconds=2.0)
+
+    monkeypatch.setattr(rlm.REPL, "execute", timed)
+    says = {(): [x, block("FINAL(rlm_query('x'))")], "*": [x, x, block("FINAL('in')")]}
+    assert grow(says, seconds=7.0).answer == "in"
+    root = grow(says, seconds=6.0)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
 
@@ -312,7 +328,7 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
         [shown] = seen(root)
         kept, missing = re.search(r"^(.*)\n... \[(\d+) characters cut: the window is "
                                   r"full\].*ZeroDiv", shown, re.DOTALL).groups()
-        assert root.answer == 1 and len(kept) + int(missing) == 7500
+        assert root.answer == 1 and len(kept) + int(missing) == 7500 and root.errors == [0]
         assert kept == ("word " * 1500)[:len(kept)] and len(kept) >= most > 0
         most = len(kept)
         texts = [*root.example, *(turn.text for turn in root.turns)]
@@ -324,12 +340,12 @@ async def picky(node, max_tokens, key):
     """Refuses what has BAD in it."""
     if "BAD" in node.turns[-1].text:
         raise Refused("too long for the server")
-    code = "FINAL([llm_query_batched(['good', 'BAD', 'good']), rlm_query('BAD')])"
+    code = "FINAL([[*map(llm_query, ['good', 'BAD', 'good'])], rlm_query('BAD')])"
     return Completion(block(code) if not node.path else "fine")
 
 
 def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back():
-    root = grow(picky, tree_tokens=350, turn_tokens=100)
+    root = grow(picky, tree_tokens=100, turn_tokens=100)
     (one, two, three), four = root.answer
     assert one == three == "fine" and two == four
     assert two == ("Error: the call ended without an answer (the model's server refuses "
@@ -493,6 +509,14 @@ def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
     for text in ("rlm_query_batched", "a child with a REPL", evidence_kind.STRATEGY):
         assert (text in system) == (path == ())
     assert parse(system)[1] == "print(context)\n"
+
+
+def test_an_observation_repeats_a_questions_start_and_names_the_last_message():
+    query = "".join(map(str, range(300)))
+    said = [prompts.observation("1", Node(turns=[Turn("assistant", "")] * n), query,
+                                RLMConfig(max_turns=4)) for n in (1, 2, 3)]
+    assert [prompts.LAST in text for text in said] == [False, False, True]
+    assert all(query[:prompts.REPEATED] + " …" in text for text in said)
 
 
 @pytest.mark.parametrize("name", tasks.NAMES)
