@@ -92,7 +92,8 @@ class REPL:
             self._sock = None
 
     async def execute(self, code: str, on_query: Callable | None = None) -> Result:
-        """Run one block. Errors of the code are in the result. FINAL closes the REPL.
+        """Run one block. Errors of the code are in the result. After FINAL the
+        REPL is to be closed at once: code that catches its exception would run on.
 
         `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
         is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises closes
@@ -108,10 +109,7 @@ class REPL:
         if start is not None:
             self._connect()
             messages.insert(0, (b"S", start))
-        result = await self._exchange(messages, on_query or no_model)
-        if result.done or result.died:
-            self._close()  # code that catches the exception of FINAL must not run on
-        return result
+        return await self._exchange(messages, on_query or no_model)
 
     def _connect(self) -> None:
         try:

@@ -74,10 +74,11 @@ def eventually(condition, seconds=5.0):
 
 
 def test_variables_and_output():
-    one, two = run("x = 1\nprint('out')\nimport sys; print('err', file=sys.stderr)",
-                   "x\nprint(x); FINAL(None); print('never')")
+    one, two, three = run("x = 1\nprint('out')\nimport sys; print('err', file=sys.stderr)",
+                          "x\nprint(x); FINAL(None); x = 'never'", "x")
     assert one == Result(stdout="out\nerr\n")
     assert two == Result(stdout="1\n", done=True)  # a last bare expression is not echoed
+    assert three == Result(stdout="1\n")  # FINAL ended its block
 
 
 def test_variables_before_an_exception_survive_and_the_traceback_is_short():
@@ -127,6 +128,11 @@ def test_the_value_of_a_last_expression_is_shown_as_at_pythons_prompt():
 def test_a_logger_speaks_in_each_block():
     say = "import logging; logging.warning('w')"
     assert [result.stdout for result in run(say, say)] == ["WARNING:root:w\n"] * 2
+
+
+def test_no_more_of_the_output_is_kept_than_its_limit_in_however_many_pieces():
+    stdout = f"{'x' * 60}\n{'x' * 39}\n... [205 characters cut]"
+    assert run("for _ in range(5): print('x' * 60)", output_chars=100) == [Result(stdout)]
 
 
 def test_show_vars():
