@@ -183,6 +183,9 @@ def test_an_example_is_a_conversation_before_the_question(tiny):
     ids = tiny.open("s", "q", ["a", block, "b", "text"])
     assert ids == (tiny.open("s", "a") + tiny.message(block) + tiny.observe("b", False)
                    + tiny.message("text") + tiny.observe("q", True))
-    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "x")]
+    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", block),
+             Turn("user", "b"), Turn("assistant", "x ```")]
     encoded = tiny.encode_turns(turns, ["a", block])
-    assert encoded[1].ids == tuple(tiny.open("s", "q", ["a", block]))
+    assert [[*turn.ids] for turn in encoded] == [
+        [], tiny.open("s", "q", ["a", block]), tiny.message(block), tiny.observe("b", False),
+        [*tiny.encode("x ```"), tiny.end_of_turn]]
