@@ -74,6 +74,10 @@ def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file(letters
         questions.rows = [Task("row-1", "", "q", {}, {})]
         assert questions.draw("warmup", 0).id.startswith(played)
         assert questions.draw("grpo", 0) is questions.rows[0]
+    questions.rows = [Task(str(i), "", "q", {}, {}) for i in range(9)]
+    epochs = [[task.id for task in questions.batch(i, 9)] for i in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(map(str, range(9)))
 
 
 def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, capsys):
@@ -230,7 +234,8 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
 
 def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
     def row(i, *papers):
-        return Task(str(i), "evidence", "q", {f"{i}-{p}": f"text of {p}" for p in papers})
+        return Task(str(i), "evidence", "q", {
+            f"{i}-{p}": "\n" * (i % 2) + f"text of {p}" for p in papers})
 
     # Rows 0 to 3 are one chain of shared papers, of which the ends share none.
     chain = [row(i, i, i + 1) for i in range(4)]
@@ -239,7 +244,7 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
     assert len(held) == 4 and len(train) == 20
 
     def texts(tasks):
-        return {text for task in tasks for text in task.context.values()}
+        return {text.strip() for task in tasks for text in task.context.values()}
 
     assert not texts(train) & texts(held)
     lists = [replace(task, context=[*task.context.values()]) for task in chain + pairs]
