@@ -253,22 +253,36 @@ def in_a_process(code, **environment):
                    env={**os.environ, "PYTHONPATH": path, **environment})
 
 
-def test_who_decodes_waits_for_no_prompt(monkeypatch):
-    """Two long prompts share what a step computes of prompts. Meanwhile a request whose
-    prompt another one has computed is sampled to its end."""
-    monkeypatch.setattr(sampler_module, "STEP_TOKENS", 4)
-    sampler, ended = Sampler(MODEL, memory=1 << 20, batch=4, window=WINDOW), []
+def order(sampler, *requests):
+    """The names of requests (name, ids, tokens), in the order in which they end."""
+    ended = []
 
     async def ask(name, ids, tokens):
         await sampler.generate(ids, tokens, key=(name,))
         ended.append(name)
 
     async def go():
-        await asyncio.gather(ask("first", [1] * 4, 2), ask("long", [2] * 40, 1),
-                             ask("longer", [3] * 40, 1), ask("sibling", [1] * 4, 2))
+        await asyncio.gather(*(ask(*request) for request in requests))
 
     asyncio.run(go())
-    assert ended == ["first", "sibling", "long", "longer"]
+    return ended
+
+
+def test_who_decodes_waits_for_no_prompt(monkeypatch):
+    """Two long prompts share what a step computes of prompts. Meanwhile a request whose
+    prompt another one has computed is sampled to its end."""
+    monkeypatch.setattr(sampler_module, "STEP_TOKENS", 4)
+    sampler = Sampler(MODEL, memory=1 << 20, batch=4, window=WINDOW)
+    assert order(sampler, ("first", [1] * 4, 2), ("long", [2] * 40, 1),
+                 ("longer", [3] * 40, 1), ("sibling", [1] * 4, 2)) == [
+        "first", "sibling", "long", "longer"]
+
+
+def test_who_is_preempted_is_the_next_to_start():
+    sampler = make(batch=2, tokens=WINDOW)
+    assert order(sampler, ("old", [1] * 4, 40), ("young", [2] * 4, 30),
+                 ("waits", [3] * 4, 1)) == ["old", "waits", "young"]
+    assert sampler.stats["preemptions"] > 0
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -313,6 +327,33 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
     assert preempted or not rows
 
 
+def plain_request(*ids):
+    return SimpleNamespace(ids=list(ids), computed=0, block_table=[], hashes=[0])
+
+
+def test_the_end_of_a_prefix_is_evicted_first_and_last_what_was_matched_last():
+    cache = PrefixCache(6, 1)
+
+    def compute(*ids):
+        request = plain_request(*ids)
+        for _ in ids:
+            cache.new(request)
+        cache.advance(request, len(ids))
+        cache.release(request)
+
+    def cached(*ids):
+        return cache.match(plain_request(*ids, 0))[1]
+
+    compute(1, 2, 3)
+    compute(4, 5, 6)
+    compute(7)  # there are six pages: it takes that of the 3
+    assert cached(1, 2, 3) == 2
+    compute(8, 9, 10, 11)  # all but the two pages that were just found
+    assert cached(1, 2, 3) == 2 and cached(4, 5, 6) == 0
+    compute(12, 13, 14, 15, 16)
+    assert cached(1, 2, 3) == 1
+
+
 def test_a_match_is_the_longest_cached_prefix():
     """Against a search through all pages, while requests come, grow and go."""
     for seed in range(150):
@@ -320,8 +361,8 @@ def test_a_match_is_the_longest_cached_prefix():
         size, running, prefixes = rng.choice([1, 3, 8]), [], {}
         cache = PrefixCache(12, size)
         for _ in range(40):
-            request = SimpleNamespace(ids=[rng.randrange(2) for _ in range(
-                rng.randrange(1, 4 * size + 2))], computed=0, block_table=[], hashes=[0])
+            request = plain_request(*(rng.randrange(2) for _ in range(
+                rng.randrange(1, 4 * size + 2))))
             found, n = cache.match(request)
             last = len(request.ids) - 1
             held = [prefixes[page] for pages in cache.holders.values() for page in pages]
