@@ -187,5 +187,5 @@ def test_an_example_is_a_conversation_before_the_question(tiny):
              Turn("user", "b"), Turn("assistant", "x ```")]
     encoded = tiny.encode_turns(turns, ["a", block])
     assert [[*turn.ids] for turn in encoded] == [
-        [], tiny.open("s", "q", ["a", block]), tiny.message(block), tiny.observe("b", False),
-        [*tiny.encode("x ```"), tiny.end_of_turn]]
+        [], tiny.open("s", "q", ["a", block]), tiny.message(block),
+        tiny.observe("b", False), [*tiny.encode("x ```"), tiny.end_of_turn]]
