@@ -160,15 +160,8 @@ def test_what_is_watched_of_a_batch_by_hand():
     old = torch.tensor([-1.0, -2.0, -0.5])
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
-<<<<<<< HEAD
     pack = pack_of(old, sampler, [1.0, -1.0, 0.5], [0.1, 0.2, 0.3])
-    loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, GRPOConfig())
-    # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2.
-    assert loss.item() == pytest.approx(-(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5))
-=======
-    pack = {"old": old, "sampler": sampler, "advantages": torch.tensor([1.0, -1.0, 0.5]),
-            "weights": torch.tensor([0.1, 0.2, 0.3]),
-            "reference": new + torch.tensor([2.0, 1.0, 0.5]).log()}
+    pack.reference = new + torch.tensor([2.0, 1.0, 0.5]).log()
     config = GRPOConfig(kl=0.1)
     loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, config)
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2. And
@@ -176,7 +169,6 @@ def test_what_is_watched_of_a_batch_by_hand():
     terms = 0.1 * 1.5 * (1 - math.log(2)) + 0.3 * 0.5 * (math.log(2) - 0.5)
     assert loss.item() == pytest.approx(
         -(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5) + 0.1 * terms)
->>>>>>> 91489c2 (Tests: the reference of a run with adapters, the KL term by hand, pairs of rows, a log-probability of 0)
 
     assert means(totals(loss, watched)) == pytest.approx({
         "ratio": 1.0, "clipped": 2 / 3, "kl": (0 - math.log(1.5) + math.log(2)) / 3,

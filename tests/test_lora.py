@@ -12,7 +12,8 @@ from test_train import weights
 import grpo
 import train
 from engine import device, hf
-from grpo import GRPOConfig
+from engine.packing import collate
+from grpo import GRPOConfig, Row
 from model import Decoder
 from training import checkpoint
 
@@ -63,9 +64,9 @@ def test_without_adapters_it_is_the_model_that_it_was_which_is_a_runs_reference(
     model, base = adapted(), build()
     changed = logits(model)
     ids = some_ids(model)[:1]
-    pack = {"ids": ids, "mask": torch.ones_like(ids), "lengths": [ids.shape[1]]}
-    grpo.add_log_probabilities([pack], GRPOConfig(kl=0.1), model, None)
-    assert torch.equal(pack["reference"], base.logprobs(*list(pack.values())[:3])[0])
+    row = Row(ids[0].tolist(), [0] + [1] * (ids.shape[1] - 1), [], [], 1.0)
+    pack = grpo.compared(collate([row], "cpu"), GRPOConfig(kl=0.1), model, None)
+    assert torch.equal(pack.reference, base.logprobs(pack)[0])
     assert torch.equal(logits(model), changed)
 
 

@@ -18,12 +18,8 @@ from repl import Limits
 from rlm import rollout
 from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import block
-<<<<<<< HEAD
-from tokenizer import Tokenizer
-from training import trees
-=======
 from tokenizer import ENDOFTEXT, Tokenizer
->>>>>>> 3279a54 (Tests: budgets of one message, seconds charged once, turns that end with <|endoftext|>, three prompts)
+from training import trees
 from tree import Completion, Node, Refused, Turn, Unscored, render
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +36,8 @@ from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
-<<<<<<< HEAD
 from training.run import Run, State, find, weights_of
-from tree import Rollout, read_rollouts
-=======
-from training.metrics import Clock
-from training.run import Run, State
 from tree import Rollout, Turn, read_rollouts, write_rollouts
->>>>>>> 94e880f (Tests: the best validation, a silent run with a KL term, the rate, an overlong node, both phases' checkpoints, the clock of a resumed run)
 from util import parse
 
 
@@ -241,7 +236,7 @@ def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
 def test_the_best_weights_are_those_of_the_best_validation(
         loop_of, scripted_trees, monkeypatch):
     loop, saved = loop_of("--steps", 3, "--eval-every", 1), []
-    run, scores = loop.setup.run, iter((0.5, 0.9, 0.6))
+    run, scores = loop.run, iter((0.5, 0.9, 0.6))
     monkeypatch.setattr(train, "evaluate", lambda *_: next(scores))
     monkeypatch.setattr(run, "save_model", lambda *_: saved.append(run.state.step))
     reinforce(loop, [scripted_trees])
@@ -394,22 +389,13 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     state = {"phase": phase, "step": 7, "seconds": 99.0}
     (last / "state.json").write_text(json.dumps(state))
     (tmp_path / "run.json").write_text("{}")
-<<<<<<< HEAD
     config = train.Config(out=str(tmp_path), model="M", resume=True)
     state = find(config)
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
     assert weights_of(config, state) == want[weights]
     assert (state.step, state.checkpoint) == (7, str(last))
-=======
-    run = Run(train.Config(out=str(tmp_path), model="M", resume=True), World())
-    start = run.start()
-    want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
-    assert start.weights == want[weights] and start.state.step == 7
-    for part in ("adapter", "optimizer"):
-        assert getattr(start, part) == (str(last / part) if part in parts else "")
-    run.open(None, None)
+    run = Run(Mock(config=config, world=World(), began=time.monotonic()), state)
     assert run.elapsed() >= 99
->>>>>>> 94e880f (Tests: the best validation, a silent run with a KL term, the rate, an overlong node, both phases' checkpoints, the clock of a resumed run)
 
 
 @pytest.mark.parametrize("flags, width, want", [
