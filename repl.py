@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import builtins as python_builtins
 import contextlib
-import functools
 import io
 import json
 import linecache
@@ -31,7 +30,6 @@ import sys
 import threading
 import traceback
 import types
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -245,7 +243,6 @@ class Worker:
         _, data = self.receive()
         self.capture.empty()
         self.open, self.ending = True, False
-        self.called = Counter()  # how often the code called each tool
         handle(**json.loads(data[HEADER.size:]))
 
     def start(self, context: Any, tools: str, question: str) -> None:
@@ -257,23 +254,11 @@ class Worker:
         if tools:
             error = self.attempt(self.execute, tools, "<repl tools>")
             self.restore()
-            for name, tool in list(self.namespace.items()):
-                if isinstance(tool, types.FunctionType):
-                    self.namespace[name] = self.counted(tool)
         self.reserved = {**self.namespace, **self.reserved}
         self.namespace["answer"] = self.answer
         if question:
             self.namespace["question"] = question
         self.sock.sendall(self.frame(b"S", error))
-
-    def counted(self, tool: Callable) -> Callable:
-        """The tool, with a count of its calls by the code, not by tools."""
-        @functools.wraps(tool)
-        def call(*arguments: Any, **named: Any) -> Any:
-            if sys._getframe(1).f_code.co_filename != "<repl tools>":
-                self.called[tool.__name__] += 1
-            return tool(*arguments, **named)
-        return call
 
     def block(self, code: str) -> None:
         """Run one block."""
@@ -342,8 +327,7 @@ class Worker:
         self.ending = True
         with self.lock:
             if self.open:
-                result = {"stdout": self.capture.text(), "error": error,
-                          "tools": self.called, **answer}
+                result = {"stdout": self.capture.text(), "error": error, **answer}
                 self.sock.sendall(self.frame(b"D", result))
                 self.open = False
 
@@ -396,21 +380,10 @@ class Builtins:
             self.FINAL(variables[name])
         if not name.isidentifier() or any(name is v for v in variables.values()):
             self.FINAL(name)
-        known = ", ".join(list(self.SHOW_VARS())[:50]) or "none"
-        raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: {known}")
-
-    def SHOW_VARS(self) -> dict[str, str]:
-        """The variables you have made: {name: type and size}."""
-        worker, shown = self.worker, {}
-        for name, value in list(worker.namespace.items()):
-            made = name not in worker.reserved and value is not worker.answer
-            if name.startswith("_") or not made:
-                continue
-            shown[name] = type(value).__name__
-            if type(value) in (str, bytes, list, tuple, dict, set, frozenset):
-                unit = "characters" if isinstance(value, str) else "items"
-                shown[name] += f", {len(value)} {unit}"
-        return shown
+        known = [name for name, value in variables.items() if not name.startswith("_")
+                 and name not in self.worker.reserved and value is not self.worker.answer]
+        raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: "
+                        f"{', '.join(known[:50]) or 'none'}")
 
     def llm_query(self, prompt: str) -> str:
         """Ask the model one question; it sees nothing but the prompt."""

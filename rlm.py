@@ -179,7 +179,6 @@ class _Tree:
             raise Refused(result.error)
         self.seconds_left -= result.seconds
         node.seconds += result.seconds
-        node.tools.update(result.tools)  # adds
         if result.error:
             node.errors.append(turn)
         if not result.died:

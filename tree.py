@@ -20,7 +20,6 @@ grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grp
 import json
 import math
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +122,6 @@ class Node:
     score: float | None = None
     counted: int = 0  # sampled tokens of turns without ids, where a server counted them
     seconds: float = 0.0  # of its code, as Result.seconds
-    tools: Counter = field(default_factory=Counter)  # how often its code called each
 
     def add(self, turn: Turn) -> None:
         """Append a turn. A rollout never edits an earlier one."""

@@ -42,7 +42,6 @@ class Result:
     # Processor time, or a tenth of the wall clock if that is more. Waiting for answers is
     # not counted.
     seconds: float = field(default=0.0, compare=False)
-    tools: dict = field(default_factory=dict)  # {name: calls by the code}
 
 
 def frame(kind: bytes, message: Any, largest_mb: int) -> bytes:
@@ -75,9 +74,8 @@ def read_result(data: bytes, limits: Limits) -> Result:
     if len(data) > 2 * limits.answer_chars + 12 * 2 * limits.output_chars + 1000:
         raise ValueError(f"a result of {len(data)} bytes")
     result = Result(**json.loads(data[HEADER.size :]))
-    values = result.stdout, result.error, result.done, *{**result.tools}.values()
-    types = [str, str, bool, *[int] * len(result.tools)]
-    if [*map(type, values)] != types or result.died not in ("", *CAUSES):
+    types = [*map(type, (result.stdout, result.error, result.done))]
+    if types != [str, str, bool] or result.died not in ("", *CAUSES):
         raise TypeError("a forged result")
     return replace(result, final=json_value(result.final), draft=json_value(result.draft))
 

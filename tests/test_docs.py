@@ -148,7 +148,7 @@ def test_the_oracle_answers_the_example(elsewhere, monkeypatch, capsys):
     monkeypatch.chdir(elsewhere)
     assert command(evaluation, monkeypatch, *arguments, "--save", "trees.jsonl") is None
     child = read_rollouts("trees.jsonl")[0].root.children[0]
-    assert child.tools == {"rooms_of": 1} and child.seconds > 0
+    assert child.seconds > 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:6] == ["4", "0", "1.000"]
 

@@ -107,13 +107,6 @@ def test_builtins_are_put_back():
     assert result.final == ["the context", 11, 7, 2]
 
 
-def test_calls_of_tools_are_counted_but_not_those_by_tools():
-    tools = "def a(n): return a(n - 1) + b() if n else 0\ndef b(): return 1\nKEPT = 3"
-    one, two = run("x = a(3), [b() for _ in range(2)]", "FINAL([*map(a, [0, KEPT])])",
-                   tools=tools)
-    assert one.tools == {"a": 1, "b": 2} and two.tools == {"a": 2} and two.final == [0, 3]
-
-
 def test_annotations_need_no_imports():
     code = "from dataclasses import *\n@dataclass\nclass A:\n    x: List[int]\n"
     assert final(code + "FINAL(A(1).x)") == 1
@@ -133,12 +126,6 @@ def test_a_logger_speaks_in_each_block():
 def test_no_more_of_the_output_is_kept_than_its_limit_in_however_many_pieces():
     stdout = f"{'x' * 60}\n{'x' * 39}\n... [205 characters cut]"
     assert run("for _ in range(5): print('x' * 60)", output_chars=100) == [Result(stdout)]
-
-
-def test_show_vars():
-    shown = final("x = [1, 2]\n_y = 3\ndef f(): pass\ns = 'abc'\nFINAL(SHOW_VARS())",
-                  tools="made: int = 1")
-    assert shown == {"x": "list, 2 items", "f": "function", "s": "str, 3 characters"}
 
 
 @pytest.mark.parametrize("after", [
