@@ -148,7 +148,7 @@ class AskConfig(Asked, Answering):
 
 def main() -> None:
     try:
-        flags = util.parse(
+        flags = util.read_flags(
             "Ask a recursive language model about files. Each turn goes to stderr, the "
             "answer to stdout. Without --model assets/tiny answers.", AskConfig,
             {"what is asked": Asked, "who answers": Answering})

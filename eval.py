@@ -205,8 +205,9 @@ def measure(flags: EvalConfig) -> None:
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     try:
-        measure(util.parse("Score methods on questions.", EvalConfig,
-                           {"what is asked": Evaluation, "who answers": Answering}))
+        measure(util.read_flags(
+            "Score methods on questions.", EvalConfig,
+            {"what is asked": Evaluation, "who answers": Answering}))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
     except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:

@@ -220,8 +220,9 @@ class Sampler:
                 self.snapshots.start(request, n, cached, self.waiting)
 
     def _must_wait(self, request: Request, cached: int, n: int) -> bool:
-        """Does a running request compute more of this prefix right now than is cached, or
-        will it keep a snapshot that goes further than the longest one, after n tokens?"""
+        """Whether a running request will soon offer more of this prefix than the cache has
+        now: more than `cached` tokens of keys and values, or a snapshot after more than n
+        tokens. Then waiting saves work."""
         return any(
             r.computed < end < min(len(r.ids), len(request.ids))
             and prefix_hash(r, end) == prefix_hash(request, end)

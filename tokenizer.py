@@ -7,9 +7,9 @@ Qwen's kind.
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
-A hybrid model thinks before it replies unless the prompt holds an empty thought. Here each
+A thinking model thinks before it replies unless the prompt holds an empty thought. Here each
 of its replies begins with one. The ids equal those of the official template, except for
-hybrid models: their template drops the thoughts before all replies but the last, so it is
+thinking models: their template drops the thoughts before all replies but the last, so it is
 not append-only.
 
 Left out: Jinja, tool calls, default system prompts, pre-tokenizers that PATTERNS does not
@@ -31,7 +31,7 @@ from util import reading
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDOFTEXT, IM_START, IM_END = MARKERS
-NO_THINKING = "<think>\n\n</think>\n\n"  # what a hybrid model is given for its thoughts
+NO_THINKING = "<think>\n\n</think>\n\n"  # what a thinking model is given for its thoughts
 
 CHATML = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n'"
           " + message.content + '<|im_end|>\\n' }}{%- endfor %}"
@@ -92,8 +92,8 @@ class Tokenizer:
         self.end_of_turn = added[IM_END]
         marks = [added[m] for m in (IM_END, ENDOFTEXT) if m in added]
         self.stop_ids = tuple(dict.fromkeys([*marks, *ends]))
-        hybrid = "<think>" in added and "enable_thinking" in template
-        reply = f"{IM_START}assistant\n" + (NO_THINKING if hybrid else "")
+        thinks = "<think>" in added and "enable_thinking" in template
+        reply = f"{IM_START}assistant\n" + (NO_THINKING if thinks else "")
         self._reply = self.encode(reply, allow_special=True)
 
     @classmethod

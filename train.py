@@ -56,7 +56,7 @@ from training.setup import (Setup, load, make_sampler, prepare, reference_of,
                             scripted_trees)
 from training.trees import EVERY_SECONDS, collect, jobs, some_left
 from tree import Node, Rollout
-from util import parse
+from util import read_flags
 
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
@@ -68,7 +68,8 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     world, config = World(), Config()
     try:
-        config = parse("Train a recursive language model.", Config, GROUPS, flags_of_run)
+        config = read_flags(
+            "Train a recursive language model.", Config, GROUPS, flags_of_run)
         train(config, world)
         world.close()
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:

@@ -125,7 +125,7 @@ def parser(description: str, **more) -> argparse.ArgumentParser:
     return made
 
 
-def parse(description: str, config_type, groups, earlier=lambda args: {}):
+def read_flags(description: str, config_type, groups, earlier=lambda args: {}):
     """An instance of `config_type` from the command line.
 
     `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives

@@ -49,11 +49,11 @@ class Load:
         self.cost += cost
 
 
-def families(rows: list, limit: float, attention_cost: float,
-             seen_cost: float) -> list[Load]:
+def alike(rows: list, limit: float, attention_cost: float,
+          seen_cost: float) -> list[Load]:
     """The rows that begin alike in packs of at most this size, or of one row. In the order
-    of their tokens, a row joins the one before it. A new family begins where it computes
-    little again, because small ones are easier to pack."""
+    of their tokens, a row joins the one before it, unless the two share little: small packs
+    are easier to divide."""
     result = []
     for i, shared in zip(*by_prefix([row.ids for row in rows])):
         length = len(rows[i].ids)
@@ -86,10 +86,10 @@ def micro_batches(rows: list, max_tokens: int, attention_cost: float = 0.0,
             min(with_room, key=attrgetter("cost")).add(unit.rows, unit.size, unit.cost)
         return True
 
-    units = families(rows, max_tokens, attention_cost, seen_cost)
+    units = alike(rows, max_tokens, attention_cost, seen_cost)
     if ranks > 1:  # so small that no rank is left without
         limit = min(max_tokens, sum(unit.size for unit in units) / ranks)
-        units = families(rows, limit, attention_cost, seen_cost)
+        units = alike(rows, limit, attention_cost, seen_cost)
     tokens = sum(min(unit.size, max_tokens) for unit in units)
     count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
     while not placed(units, packs := [Load() for _ in range(count)]):

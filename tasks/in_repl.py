@@ -25,7 +25,8 @@ def search(text, keyword, window=300, bidirectional=True):
     verbatim; window=0 gives just the sentences that contain it. Of a dict of papers: a
     dict, with the passages of those papers that have some.
 
-    A list of papers is a dict of their numbers. Passages that overlap are joined."""
+    A list of papers is treated as the dict {number: text}. Passages that overlap are
+    joined."""
     import bisect
     import re
 

@@ -144,8 +144,9 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
     """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
     without `wanted` a fifth, at most 128.
 
-    Questions that share a text, directly or through others, are on one side, if all of them
-    do not hang together so. Raises ValueError for a single question."""
+    Questions that share a text, directly or through others, are on one side. If that puts
+    all of them on one side, they are divided one by one. Raises ValueError for a single
+    question."""
     shuffled = random.Random(42).sample(questions, len(questions))
     groups = _sharing(shuffled)
     if len(questions) < 2:

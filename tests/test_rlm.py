@@ -520,7 +520,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
     """A tree that grows from the example's own messages has no error, and its turns are
     those that prompts show."""
     example = getattr(tasks.load(name), "EXAMPLE", prompts.EXAMPLE)
-    asks, reads = prompts.shown(example, True), prompts.shown(example, False)
+    asks, reads = (prompts.turns_of(example, asks) for asks in (True, False))
 
     def child(node):
         return [reads[1], reads[3]][node.written]

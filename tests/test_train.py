@@ -38,7 +38,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
 from training.run import Run, State, find, weights_of
 from tree import Rollout, Turn, read_rollouts, write_rollouts
-from util import parse
+from util import read_flags
 
 
 def weights(path):
@@ -68,7 +68,7 @@ def stopped_at(name, monkeypatch, out, *flags):
         patch.setattr(train, name, take)
         if name != "evaluate":
             patch.setattr(train, "evaluate", lambda *args: None)
-        train.train(parse("", train.Config, train.GROUPS), World())
+        train.train(read_flags("", train.Config, train.GROUPS), World())
     return SimpleNamespace(**given)
 
 
