@@ -89,8 +89,10 @@ class EvalConfig(Evaluation, Answering):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.model != "") + (self.api != "") + (self.policy != "") != 1:
+        if not (self.model or self.api or self.policy):
             raise ValueError("give one of --model DIR, --api URL, --policy oracle")
+        if self.policy and self.api:
+            raise ValueError("--policy oracle asks no server")
         if self.data and self.lengths:
             raise ValueError("--lengths is for generated questions, not for --data")
         for unknown in set(listed(self.methods)) - set(METHODS):
@@ -159,7 +161,7 @@ def measure(flags: EvalConfig) -> None:
             raise ValueError(f"{path}: there is no such directory")
     reward = util.load_function(flags.reward, "score") if flags.reward else None
     lengths, policy, tokenizer = lengths_of(flags.lengths), None, None
-    if not flags.policy:
+    if flags.model or flags.api:
         policy, tokenizer, config = policy_of(flags, batch=96)
     methods = listed(flags.methods) or [trained_as(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))

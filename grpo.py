@@ -128,7 +128,8 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Row]:
     """The batch as rows: one per node that has a credit and sampled a token. Rows without
     an advantage are dropped unless there is a KL term. The loss is a mean over all trees
-    (or tokens), and those of dropped rows are counted in its denominator. Raises ValueError for a credit that has not one advantage per sampled turn."""
+    (or tokens), and those of dropped rows are counted in its denominator. Raises
+    ValueError for a credit that has not one advantage per sampled turn."""
     trees = [rollout for rollout in rollouts if not rollout.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)

@@ -233,7 +233,8 @@ class Worker:
         try:
             self.run(self.start)
         except MemoryError:
-            error = f"MemoryError: memory_mb {self.limits.memory_mb} cannot hold the context"
+            most = self.limits.memory_mb
+            error = f"MemoryError: memory_mb {most} cannot hold the context"
             self.sock.sendall(self.frame(b"S", error))
         while True:
             self.run(self.block)

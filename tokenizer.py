@@ -7,8 +7,8 @@ Qwen's kind.
 A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
 and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
-A thinking model thinks before it replies unless the prompt holds an empty thought. Here each
-of its replies begins with one. The ids equal those of the official template, except for
+A thinking model thinks before it replies unless the prompt holds an empty thought. Here
+each of its replies begins with one. The ids equal those of the official template, except for
 thinking models: their template drops the thoughts before all replies but the last, so it is
 not append-only.
 

@@ -34,8 +34,9 @@ torch.set_flush_denormal(True)
 class Runs:
     """N tokens, of which each follows another one: `before` (N,) has the index of that, or
     -1. A run is a stretch of tokens in which each follows the one before it. Other tokens
-    may follow its last one only. Runs are cut into chunks. Chunks that can be computed at the
-    same time are a wave: each belongs to the wave after that of the chunk it continues."""
+    may follow its last one only. Runs are cut into chunks. Chunks that can be computed at
+    the same time are a wave: each belongs to the wave after that of the chunk it
+    continues."""
 
     def __init__(self, before: np.ndarray, device):
         N = len(before)

@@ -103,8 +103,9 @@ class Plan:
     @property
     def seen_cost(self) -> float:
         """Bytes of one token's keys and values, copied for a row that shares it, divided by
-        the bytes that a computed token keeps. Flash attention's backward pass holds, for a moment, gradients of the copy,
-        of each query head's, and their sums in float32."""
+        the bytes that a computed token keeps. For a moment, flash attention's backward
+        pass also holds gradients of the copy, of each query head's, and their sums in
+        float32."""
         (_, query, key, _), size = self.widths, self.dtype.itemsize
         copy, moment = 2 * key * size, 2 * (key + query) * size + 8 * key
         if self.device == "cpu":  # it computes one row after another, in float32

@@ -18,8 +18,8 @@ from tasks.in_repl import block
 from tasks.text import how_many, pick
 
 STRATEGY = """\
-The context is a dict {name of a request: its text}. Find the requests from the person with \
-code: it is in their names. Let a child read each of them. Join names and answers."""
+The context is a dict {name of a request: its text}. Find the requests from the person \
+with code: it is in their names. Let a child read each of them. Join names and answers."""
 
 # Our subjects, and the domains of CLINC150 that they stand for.
 SUBJECTS = {

@@ -62,7 +62,7 @@ def test_adapters_of_a_renamed_run_open_on_their_own_weights(
     (second / "checkpoints" / last).rename(first / last)
     (first / "checkpoints").mkdir()
     (first / last).rename(first / "checkpoints" / last)
-    with pytest.raises(ValueError, match="beside other weights"):
+    with pytest.raises(ValueError, match="not trained beside"):
         open_checkpoint(str(first / "checkpoints" / last))
 
 
@@ -129,7 +129,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
         short_run, tmp_path, monkeypatch):
-    def warm_up(setup):
+    def warm_up(run, nodes):
         raise ValueError("it begins")
 
     out = tmp_path / "run"

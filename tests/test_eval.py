@@ -150,7 +150,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not both"),
-    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "one of"),
+    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
     (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for --data")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)

@@ -13,7 +13,7 @@ from test_sampler import HYBRID
 from engine.attention import PackedRows, gather
 from engine.packing import Pack, collate, micro_batches
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
-                  credit, dealt, make_rows, node_weights, policy_loss)
+                  credit, make_rows, minibatches, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
 from tree import Node, Rollout, Turn
@@ -224,10 +224,10 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs):
 
 def test_questions_are_dealt_whole_and_evenly_into_minibatches():
     trees = [rollout(i, group=str(i % 7)) for i in range(28)]
-    parts = dealt(trees, plain(updates=3))
+    parts = minibatches(trees, plain(updates=3))
     assert sorted(r.reward for part in parts for r in part) == list(range(28))
     assert [len({r.group for r in part}) for part in parts] == [3, 2, 2]
-    assert dealt(trees, plain()) == [trees]
+    assert minibatches(trees, plain()) == [trees]
 
 
 def random_rows(n, seed=0, longest=60, alike=0.0):

@@ -125,7 +125,8 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
         ("nothing", "nothing", 0.0), ("nothing", None, 0.0), ("other text", "gold", None)]),
     "qa": ({}, ["Ann Lee"], [
         ("by Ann Lee.", "Ann Lee", 1.0), ("by Ann Lee.", "", 0.0), ("Annlee", "", 1.0),
-        ("by Ann Leeds", "", 1.0), ("Annlee", "Lee", 0.0), ("Annlee", None, 0.0), (["Ann Lee"], "Ann Lee", None)]),
+        ("by Ann Leeds", "", 1.0), ("Annlee", "Lee", 0.0), ("Annlee", None, 0.0),
+        (["Ann Lee"], "Ann Lee", None)]),
     "deep": ([], [], [
         ([FIRST, SECOND], [ONE, TWO], 1.0), ([FIRST, SECOND], ONE, 2 / 3),
         (f"x {FIRST} x", [ONE, TWO], 2 / 3), (FIRST, None, 0.0), ("none", [ONE], None),

@@ -1,0 +1,123 @@
+"""The pictures of README.md and docs/results.md, as SVG that is legible on white and dark.
+
+    python -m experiments.pictures
+
+reads experiments/results: group.jsonl (the eight trees of one question) and main.json (the
+reward of each step of each run), and writes group.svg and curve.svg beside them.
+"""
+from html import escape
+from pathlib import Path
+from statistics import fmean
+
+from grpo import GRPOConfig, advantages
+from tasks import Task
+from tree import Node, Rollout, read_rollouts
+from util import read_json, write_text
+
+RESULTS = Path(__file__).parent / "results"
+GREY = "#808080"
+COLOURS = ("#2f7fd8", "#2f9e6e", "#d8622f", "#9a5fd0")
+SPAN = 5  # steps in the moving average
+NODE_WIDTH, LEVEL = 16, 46  # of a child, and from a root to its children
+COLUMN, ROW = 150, 110  # of one tree
+
+
+def svg(width: float, height: float, parts: list[str]) -> str:
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width:g}" height="{height:g}" fill="{GREY}" '
+            'font-family="ui-monospace, monospace" font-size="12">\n'
+            + "\n".join(parts) + "\n</svg>\n")
+
+
+def text(x: float, y: float, line: str, more: str = "") -> str:
+    return (f'<text x="{x:g}" y="{y:g}" xml:space="preserve" {more}>{escape(line)}</text>')
+
+
+def mixed(advantage: float) -> str:
+    """From orange (-1) over grey to blue (1)."""
+    ends = (0xd9, 0x77, 0x06) if advantage < 0 else (0x25, 0x7a, 0xd5)
+    share = min(1.0, abs(advantage))
+    colour = [round(0x96 + share * (end - 0x96)) for end in ends]
+    return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+def tree_at(x: float, y: float, rollout: Rollout, advantage: float) -> list[str]:
+    """A root above its children, in one colour, and its reward below."""
+    root, colour = rollout.root, mixed(advantage)
+    first = x - NODE_WIDTH * (len(root.children) - 1) / 2
+    places = [first + NODE_WIDTH * i for i in range(len(root.children))]
+    lines = [f'<path d="M{x:g} {y:g} L{place:g} {y + LEVEL:g}" stroke="{GREY}"/>'
+             for place in places]
+    dots = [f'<circle cx="{place:g}" cy="{y + LEVEL:g}" r="5" fill="{colour}"/>'
+            for place in places]
+    return [*lines, f'<circle cx="{x:g}" cy="{y:g}" r="8" fill="{colour}"/>', *dots,
+            text(x, y + LEVEL + 26, f"{rollout.reward:.2f} → {advantage:+.1f}",
+                 'text-anchor="middle"')]
+
+
+def spoken(node: Node, name: str) -> list[str]:
+    """What a node read and wrote, a line each. Fences are left out."""
+    lines = [name]
+    for turn in node.turns[1:]:
+        mark = "»" if turn.role == "assistant" else "·"
+        shown = [line for line in turn.text.split("\n") if "```" not in line]
+        lines += [f"{mark if i == 0 else ' '} {line}" for i, line in enumerate(shown)]
+    return lines
+
+
+def group(trees: list[Rollout]) -> str:
+    """The trees of a question, the best first, and what one root and its child said."""
+    trees = sorted(trees, key=lambda tree: -tree.reward)
+    given = advantages(trees, GRPOConfig())
+    parts = [text(10, 20, f"{len(trees)} answers to: {trees[0].task.query}")]
+    for i, (tree, advantage) in enumerate(zip(trees, given, strict=True)):
+        parts += tree_at(75 + COLUMN * (i % 4), 50 + ROW * (i // 4), tree, advantage)
+    lines = ["reward → advantage. Orange: to become less likely. Blue: more likely.",
+             "A child has the colour of its root: only the root was scored.", ""]
+    root = trees[0].root
+    lines += spoken(root, "the root of the best tree (· read, » wrote)")
+    lines += ["", *spoken(root.children[0], "its first child")]
+    top = 60 + ROW * 2
+    parts += [text(10, top + 16 * i, line) for i, line in enumerate(lines)]
+    return svg(620, top + 16 * len(lines), parts)
+
+
+def curves(arms: dict[str, list[list[float]]]) -> str:
+    """Moving averages of the reward by step: thin lines are runs, thick ones their mean."""
+    left, top, width, height = 40, 12, 420, 240
+    steps = max(len(run) for runs in arms.values() for run in runs)
+
+    def path(values: list[float], look: str) -> str:
+        means = [fmean(values[max(0, i - SPAN):i]) for i in range(1, len(values) + 1)]
+        places = [(left + width * i / (steps - 1), top + height * (1 - mean))
+                  for i, mean in enumerate(means)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        return f'<polyline points="{points}" fill="none" {look}/>'
+
+    parts = []
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = top + height * (1 - share)
+        parts += [f'<path d="M{left} {y:g} h{width}" stroke="{GREY}" opacity="0.3"/>',
+                  text(left - 6, y + 4, f"{share:g}", 'text-anchor="end"')]
+    for i, ((name, runs), colour) in enumerate(zip(arms.items(), COLOURS)):
+        mean = [fmean(values) for values in zip(*runs)]
+        look = f'stroke="{colour}"'
+        parts += [path(run, f'{look} opacity="0.35"') for run in runs]
+        parts += [path(mean, f'{look} stroke-width="3"'),
+                  text(left + width + 12, top + 20 + 20 * i, f"{name}, {len(runs)} runs",
+                       f'fill="{colour}"')]
+    parts += [text(left, top + height + 20, f"reward by step of GRPO, 1 to {steps}")]
+    return svg(left + width + 230, top + height + 32, parts)
+
+
+def main() -> None:
+    trees = read_rollouts(str(RESULTS / "group.jsonl"), Task)
+    write_text(str(RESULTS / "group.svg"), group(trees))
+    found = read_json(str(RESULTS / "main.json"))
+    arms = {name: [run["reward"] for run in runs]
+            for name, runs in found.items() if isinstance(runs, list)}
+    write_text(str(RESULTS / "curve.svg"), curves(arms))
+
+
+if __name__ == "__main__":
+    main()
