@@ -8,9 +8,9 @@ A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sa
 and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
 A thinking model thinks before it replies unless the prompt holds an empty thought. Here
-each of its replies begins with one. The ids equal those of the official template, except for
-thinking models: their template drops the thoughts before all replies but the last, so it is
-not append-only.
+each of its replies begins with one. The ids equal those of the official template, except
+for thinking models: their template drops the thoughts before all replies but the last, so
+it is not append-only.
 
 Left out: Jinja, tool calls, default system prompts, pre-tokenizers that PATTERNS does not
 have, and bytes without a token. In SmolLM2's vocabulary these are six control characters

@@ -1,33 +1,29 @@
 """oolong: label every line, then count (OOLONG, 2511.02817). Rows come from --data alone.
 
-Gold is {"type": ..., "value": str}. The score is exact match; a number scores 0.75 **
-|error|.
+Gold is {"type": ..., "value": str}. The score is exact match, a number's 0.75 ** |error|.
 """
 import re
 from contextlib import suppress
 from datetime import datetime
 
-from tasks.in_repl import block, search
+from tasks.in_repl import block
 from tasks.text import as_line, field
 
+READING = "Print the context. Answer with a dict that gives a label to each of its keys."
 STRATEGY = """\
-Every line has to be labelled by what it means, which code cannot do, and then counted, \
-which code does best. Give pieces that a child can read to children with \
-rlm_query_batched(question, pieces); they return one label a line, in order. Check that as \
-many came back, then filter and count in code. Return the answer alone, as asked for."""
-TOOLS = (search,)
+Labels take reading, counts take code. Give each child a few lines, as a dict {key: text}, \
+and name the labels: it answers {key: label}. Join the answers with update, then filter \
+and count in code. Return the answer alone, as asked for."""
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 
-LABELS = ["numeric value", "entity", "location", "description and abstract concept",
-          "abbreviation", "human being"]
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
 
 def score(task, answer):
     """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. In a
-    comparison exactly one of the three phrases occurs. Left out: the public fallback to
-    the last word of a text without a colon, which a list of all labels can pass."""
+    comparison exactly one of the three phrases occurs. Left out: the public fallback to a
+    text's last word, which a list of all labels can pass."""
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
@@ -48,16 +44,23 @@ def right_answer(task):
 
 
 def labels_of(task) -> dict[str, str]:
-    """The label of each question of the context, where they are known."""
-    lines = [line for line in task.context.split("\n") if line.startswith("Date: ")]
-    texts = [line.partition("Instance: ")[2] for line in lines]
+    """The label of each line's text, where they are known."""
+    texts = re.findall("Instance: .*", task.context)
     return dict(zip(texts, task.answer.get("labels", ())))
+
+
+def part_score(task, part, answer):
+    """The share of right labels, for a child that was given lines as {key: text}."""
+    known, answer = labels_of(task), answer if isinstance(answer, dict) else {}
+    if not (part and isinstance(part, dict) and {*map(str, part.values())} <= {*known}):
+        return None
+    return sum(answer.get(k) == known[str(text)] for k, text in part.items()) / len(part)
 
 
 def read(row):
     """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
-    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth. Scripts for a
-    cold start need `labels`, too: those of the lines, in order."""
+    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth; and for scripts
+    `labels`: those of the lines, in order."""
     kind = field(row, "answer_type").removeprefix("ANSWER_TYPE.")
     value = field(row, "answer").strip("[]'\"")
     if kind == "DATE":
@@ -70,14 +73,17 @@ def read(row):
     return field(row, "question"), field(row, "context_window_text"), gold
 
 
-# --- scripts ------------------------------------------------------------------------------
-
-# A root: children label the lines of one piece each.
+# A root: children label some lines each. With keys a line that one leaves out shifts none.
 SPLIT = """\
-lines = [line.split(" || ") for line in context.split("\\n") if line.startswith("Date: ")]
-{filter}texts = [line[2].removeprefix("Instance: ") for line in lines]
-parts = ["\\n".join(texts[i:i + {size}]) for i in range(0, len(texts), {size})]
-labels = sum(rlm_query_batched("Label each line.", parts{some}), [])
+names = context.partition("labels: ")[2].partition(".")[0]
+lines = [line.split(" || ", 2) for line in context.split("\\n") if " || " in line]
+{filter}texts = [(str(i), line[2]) for i, line in enumerate(lines)]
+parts = [dict(texts[i:i + {size}]) for i in range(0, len(texts), {size})]
+answers = {{}}
+for answer in rlm_query_batched("Label each text: " + names, parts{some}):
+    if isinstance(answer, dict):
+        answers.update(answer)
+labels = [answers.get(key) for key, text in texts]
 """
 COMPARED = """\
 first, second = labels.count({!r}), labels.count({!r})
@@ -89,14 +95,10 @@ FINAL(max(users, key=users.count, default=""))"""
 
 
 def root_code(query: str, size: int, some: str) -> str:
-    """Code for questions about counts, and about the user with most of a label. Left out:
-    how often a user occurs, two users compared, dates, other labels than these."""
+    """Code for questions about counts, and about the user with most of a label."""
     named = re.findall(r"label '([^']+)'", query)
-    users = re.search(r"(?:user IDs|users with IDs) ([0-9, ]+)", query)
-    only = ""
-    if users:
-        ids = re.findall("[0-9]+", users[1])
-        only = f"lines = [line for line in lines if line[1][6:] in {ids}]\n"
+    ids = re.findall("[0-9]+", query.partition(" IDs ")[2].partition(".")[0])
+    only = f"lines = [line for line in lines if line[1][6:] in {ids}]\n" if ids else ""
     code = SPLIT.format(filter=only, size=size, some=some)
     if len(named) == 2:
         return code + COMPARED.format(*named)
@@ -105,28 +107,23 @@ def root_code(query: str, size: int, some: str) -> str:
     if named:
         return code + f"FINAL(labels.count({named[0]!r}))"
     best = "min" if "least" in query else "max"
-    return code + f"FINAL({best}({LABELS}, key=labels.count))"
+    return code + f"FINAL({best}(names.split(', '), key=labels.count))"
 
 
-# Good and bad scripts with their shares: a root that asks about all pieces, or about the
-# first; a child that reads, or guesses. "read" knows the labels of a training row.
-ROOT_SCRIPTS = {"": 0.6, "[:1]": 0.4}
-CHILD_SCRIPTS = {"read": 0.6, "guess": 0.4}
-SIZES = (1, 2, 4)  # lines of a piece
+# Good and bad scripts mixed: a root that asks about all pieces, or about the first; a child
+# that reads, or guesses. "read" knows the labels of a training row.
+ROOT_SCRIPTS = ("", "", "", "[:1]", "[:1]")
+CHILD_SCRIPTS = ("read", "read", "read", "guess", "guess")
 
 
 def demonstrate(task, node, rng):
-    if "labels" not in task.answer:
-        raise ValueError("scripts of oolong need the field 'labels' in each row; else give "
-                         "--warmup FILE, or --warmup-steps 0")
+    labels = field(task.answer, "labels", list)  # else give --warmup FILE
     if not node.depth:
-        some, = rng.choices([*ROOT_SCRIPTS], ROOT_SCRIPTS.values())
-        return block(root_code(task.query, rng.choice(SIZES), some))
-    name, = rng.choices([*CHILD_SCRIPTS], CHILD_SCRIPTS.values())
-    if name == "guess":
-        return block(f"FINAL([{rng.choice(LABELS)!r}] * len(context.split('\\n')))")
+        return block(root_code(task.query, rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)))
+    if rng.choice(CHILD_SCRIPTS) == "guess":
+        return block(f"FINAL(dict.fromkeys(context, {rng.choice(labels)!r}))")
     if not node.written:
         return block("print(context)")
-    known = labels_of(task)
-    shown = [line for line in node.turns[-1].text.split("\n") if line in known]
-    return block(f"FINAL({[known[line] for line in shown]})")
+    known = {repr(text): label for text, label in labels_of(task).items()}
+    shown = re.findall(r"'(\d+)': (.+?)(?:}$|, (?='\d+': ))", node.turns[-1].text, re.M)
+    return block(f"FINAL({ {key: known[text] for key, text in shown if text in known} })")

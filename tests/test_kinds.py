@@ -16,7 +16,6 @@ from config import RLMConfig
 from training.trees import collect, jobs
 from tasks import NAMES, Task, deep, load, make, oolong, qa, question, requests, reward
 from tasks.in_repl import block
-from tasks.oolong import LABELS
 from tasks.scripts import script_policy, scripted
 from tokenizer import Tokenizer
 from tree import Node, Refused
@@ -101,6 +100,8 @@ def test_the_score_of_an_answer(kind, gold, answers):
             assert reward(task, answer) == pytest.approx(score, abs=1e-12), answer
 
 
+LABELS = ["numeric value", "entity", "location", "description and abstract concept",
+          "abbreviation", "human being"]
 WORTHLESS = [
     None, "", " \n", [], {}, True, ", ".join(LABELS), ", ".join(LABELS[::-1]), LABELS,
     "Label: " + ", ".join(LABELS), "Answer: " + ", ".join(oolong.PHRASES), [[[]], [None]],
@@ -119,6 +120,7 @@ def test_an_answer_that_holds_nothing_scores_0(kind):
 
 FIRST, SECOND = list(deep.DICTIONARY)[:2]
 ONE, TWO = deep.DICTIONARY[FIRST], deep.DICTIONARY[SECOND]
+TONNE, TOM = "Instance: What is a tonne?", "Instance: Who was 'Tom', \"T\"?"
 PARTS = {  # (context, gold): (part, answer, score of a child that was given the part)
     "evidence": ({"a": "some gold", "b": "nothing"}, {"a": ["gold"]}, [
         ("some gold", "gold", 1.0), ("some gold", None, 0.0), ("nothing", [], 1.0),
@@ -131,6 +133,13 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
         ([FIRST, SECOND], [ONE, TWO], 1.0), ([FIRST, SECOND], ONE, 2 / 3),
         (f"x {FIRST} x", [ONE, TWO], 2 / 3), (FIRST, None, 0.0), ("none", [ONE], None),
         (None, [ONE], None)]),
+    "oolong": (f"Date: x || User: 1 || {TONNE}\nDate: y || User: 2 || {TOM}", {
+        "labels": ["entity", "human being"]}, [
+        ({"0": TONNE, "1": TOM}, {"0": "entity", "1": "human being"}, 1.0),
+        ({"1": TOM}, {"0": "human being"}, 0.0), ({"1": TOM}, None, 0.0),
+        ({"0": TONNE, "1": TOM}, {"1": "human being", "7": "entity"}, 0.5),
+        ({"0": "other"}, {"0": "entity"}, None), ({"0": [TOM]}, {}, None),
+        (TONNE, "entity", None), ({}, {}, None)]),
     "requests": ({"n": "set a 4 minute timer"}, {}, [
         ("set a 4 minute timer", "phone", 1.0), ("set a 4 minute timer", "food", 0.0),
         ("x", "", None)]),
@@ -226,6 +235,7 @@ def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
                    for node in tree.root.walk() for turn in node.turns)
 
 
+HEAD = "These are of 4 labels: numeric value, human being, location, entity. The lines:"
 LINES = """\
 11111 location: Where is Rome?
 22222 human being: Who was Ann?
@@ -247,7 +257,7 @@ FORMS = {  # a question of OOLONG: its gold
 
 def test_scripts_of_oolong_need_the_labels_of_a_row():
     task = Task("t", "oolong", "q", "Date: x || User: 1 || Instance: a?", {"type": "LABEL"})
-    with pytest.raises(ValueError, match="need the field 'labels'"):
+    with pytest.raises(ValueError, match="field 'labels' is missing"):
         oolong.demonstrate(task, None, random.Random(0))
 
 
@@ -257,7 +267,7 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     asked = []
     for query, (kind, value) in FORMS.items():
         gold = {"type": kind, "value": value, "labels": [m[2] for m in lines]}
-        asked += [Task(query, "oolong", query, f"Lines:\n{text}", gold)] * 6
+        asked += [Task(query, "oolong", query, f"{HEAD}\n{text}", gold)] * 6
 
     def rewards():
         policy = script_policy(asked, None, 0, alone=False)
@@ -266,8 +276,8 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
         return [tree.reward for tree in trees]
 
     assert 6 < rewards().count(1.0) < 34  # good and bad ones are mixed
-    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", {"": 1.0})
-    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", {"read": 1.0})
+    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", ("",))
+    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", ("read",))
     assert rewards() == [1.0] * 36
 
 
