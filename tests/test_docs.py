@@ -1,17 +1,13 @@
 """The pages say what is there: links, files, flags and sizes; and the files of
 docs/extending.md work as they stand, from a directory outside of the repository."""
-import ast
-import asyncio
-import inspect
 import json
 import re
-import sys
 from dataclasses import fields
 
 import pytest
 
-import eval as evaluation
 import ask
+import eval as evaluation
 import train
 import util
 from conftest import FLAT, ROOT, SHORT, SMALL_MODEL, command
@@ -85,33 +81,6 @@ def test_flags_in_commands_exist(page):
             if found:
                 used = set(re.findall(r"(?<!\S)--[a-z][\w-]*", arguments))
                 assert used <= flags | {"--help"}, line
-
-
-# --- the notebook -------------------------------------------------------------------------
-
-def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
-    """In an event loop, as in Jupyter: a cell may await."""
-    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-    names = {}
-
-    async def execute():
-        for cell in cells:
-            code = compile("".join(cell["source"]), cell["id"], "exec",
-                           ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            made = eval(code, names)
-            if inspect.isawaitable(made):
-                await made
-
-    monkeypatch.chdir(ROOT / "docs")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    asyncio.run(execute())
-    shown = capsys.readouterr().out
-    good, others = map(float, re.findall(r"trees: ([-+][\d.]+)", shown))
-    assert good > 0 > others  # one step, and good trees are more likely
-    assert names["by_hand"] == pytest.approx(names["loss"].item(), abs=1e-6)
-    assert re.search(r"inherit +step 1: 0.3\d +step 100: 0.9\d", shown)
 
 
 # --- the examples -------------------------------------------------------------------------
