@@ -38,7 +38,7 @@ class RLM:
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
                  sandbox: str = "auto", batch: int = 8, changes: str = "", task: str = ""):
-        import engine  # before torch: it says how torch's threads wait
+        import engine  # noqa: F401  before torch: it says how torch's threads wait
         from model import open_checkpoint
         from sampler import Sampler
         from tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import ModuleType
 
-import engine  # before torch: it says how torch's threads wait
+import engine  # noqa: F401  before torch: it says how torch's threads wait
 
 import tasks
 import util

@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import engine  # before torch: it says how torch's threads wait
+import engine  # noqa: F401  before torch: it says how torch's threads wait
 
 import torch
 from torch.optim import AdamW

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from timeit import timeit
 
-import engine  # before torch: it says how torch's threads wait
+import engine  # noqa: F401  before torch: it says how torch's threads wait
 
 import torch
 

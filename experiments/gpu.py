@@ -12,7 +12,7 @@ import random
 from functools import partial
 from multiprocessing import get_context
 
-import engine  # before torch: it says how torch's threads wait
+import engine  # noqa: F401  before torch: it says how torch's threads wait
 
 import torch
 

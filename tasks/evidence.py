@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import replace
 
-from tasks.in_repl import TOOLS, block, word_of
+from tasks.in_repl import TOOLS, block, word_of  # noqa: F401  its tools are those
 from tasks.text import (ADJECTIVES, ALONE, LETTERS, NOUNS, Example, field, how_many,
                         make_sentence, make_term, pick, strings_in)
 
