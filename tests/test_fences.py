@@ -11,7 +11,8 @@ import eval as evaluation
 import train
 
 # A part may import those in groups before its own, and those beside it where that is said.
-ORDER = [{"util", "sandbox"}, {"tree", "engine", "config"},
+# minimal.py stands alone.
+ORDER = [{"minimal"}, {"util", "sandbox"}, {"tree", "engine", "config"},
          {"repl", "tokenizer", "tasks", "model", "grpo"}, {"sampler", "prompts"}, {"rlm"},
          {"training", "baselines"}, {"ask"}, {"eval"}, {"train"}, {"experiments"}]
 BESIDE = {"sandbox": {"util"}}
@@ -61,6 +62,7 @@ def test_the_top_level_has_these_scripts_and_util():
 def test_imports_point_one_way_also_inside_functions_and_by_path():
     before = set()
     for group in ORDER:
+        before -= {"minimal"}
         for name in group:
             for path in HOUSE:
                 if name == path.relative_to(ROOT).parts[0].removesuffix(".py"):
