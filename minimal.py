@@ -91,7 +91,7 @@ def encode(text):
     return [TOKENS.index(token) if token in TOKENS else 0 for token in split(text)]
 
 def decode(ids):
-    return " ".join(TOKENS[i] for i in ids if i != END).replace("\n ", "\n")
+    return " ".join(TOKENS[i] for i in ids if i != END).replace(" \n ", "\n")
 
 WIDTH, HEADS, LAYERS, LONGEST, WINDOW = 64, 4, 2, 64, 192  # tokens of a message, a node
 
@@ -156,9 +156,9 @@ def log_probability(model, nodes):
 
 # --- 3. The recursion ---------------------------------------------------------------------
 # A conversation pauses where it yields [node], until its next message is written. This list
-# travels up, through `await` in the code of its parent: so a parent waits for its children.
-# In `grow` the model writes the messages of all nodes that wait, in all trees, as a batch.
-CHILDREN = [8, 0]  # that a node can ask, if it is a root, or a child
+# travels up through `await` in the code of its parent, which so waits for its children, to
+# `grow`. There the model writes for all nodes that wait, in all trees, as one batch.
+CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; two levels would be [8, 8, 0]
 MESSAGES, SHOWN = 2, 8  # that a node writes; tokens that it reads: one note, not two
 
 class Node:
@@ -192,9 +192,9 @@ async def query(node, question, contexts):
 def checked(code):
     """Nothing but the vocabulary guards this process. It has no dot, no colon, no operator,
     and of Python's functions list, dict and zip. Only loops in loops would be slow."""
-    for token in split(code):
-        if token not in TOKENS or split(code).count("for") > 2:
-            raise ValueError(f"{token} is refused")
+    refused = [token for token in split(code) if token not in TOKENS]
+    if refused or split(code).count("for") > 2:
+        raise ValueError(f"{refused or 'many loops'} refused")
     return compile(code, "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 def converse(node):
@@ -236,9 +236,9 @@ def advantages(rewards):
     return ((groups - groups.mean(1, keepdim=True)) / deviation).flatten().tolist()
 
 def inherit(node, advantage, weight=1.0):
-    """Yields (node, advantage, weight) for all nodes of a tree. They have the advantage of
-    their root. k children share the weight of their parent: else trees with many children
-    would decide alone what a child learns."""
+    """Yields (node, advantage, weight) for all nodes of a tree. Each has the advantage of its
+    root. k children share the weight of their parent, each has 1/k of it. So a root that
+    asks eight counts no more than a root that asks two."""
     yield node, advantage, weight
     for child in node.children:
         yield from inherit(child, advantage, weight / len(node.children))
@@ -294,7 +294,7 @@ def main():
     for step in range(WARMUP_STEPS):
         roots, _ = grow([make() for _ in range(WARMUP_TREES)], imitate)
         each = log_probability(model, [n for root in roots for n in (root, *root.children)])
-        loss = -sum(each.values()) / len(each)
+        loss = -sum(each.values()) / (LONGEST * len(each))
         update(optimizer, loss, WARMUP_RATE * (1 - step / WARMUP_STEPS))
     before = evaluate(model, heldout, "before")
     for step in range(STEPS):
@@ -317,5 +317,4 @@ if __name__ == "__main__":
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
 # sampler.py continuous batching; pages of keys and values, shared between prefixes
 # grpo.py    several updates per batch, so clipped ratios; a KL term; w_t for rounding
-# training/  steady.py shortens a step that makes the model forget
-# engine/    adapters, packed rows, several GPUs
+# training/  steady.py shortens a step that makes the model forget; engine/ has several GPUs

@@ -1,0 +1,242 @@
+"""minimal.py: it runs, and what could break in it without a sign. Its credits and its loss
+are those of grpo.py. Its decoder is simpler than model.py's, so both losses are given that
+of minimal.py."""
+import random
+from itertools import groupby
+
+import pytest
+import torch
+
+import minimal
+from conftest import command
+from engine.packing import collate
+from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_rows, policy_loss
+from tree import Node, Rollout, Turn
+
+
+@pytest.fixture
+def model():
+    random.seed(0)
+    torch.manual_seed(0)
+    return minimal.new_model()
+
+
+def writes(node, text):
+    node.add(text, [*minimal.encode(text), minimal.END], 1)
+
+
+def oracle(nodes):
+    """Roots ask about each note from the place, and children read."""
+    for node in nodes:
+        text = minimal.ROOT_SCRIPTS[0].replace("PLACE", node.question.split()[-1])
+        if node.depth:
+            text = minimal.READ
+        if len(node.turns) > 1:
+            text = minimal.ANSWER.replace("KIND", minimal.kind_of(node.turns[-1][0]))
+        writes(node, text)
+
+
+def scripted(groups):
+    """Trees of scripts, so that rewards and shapes differ within a group."""
+    questions = [q for _ in range(groups) for q in [minimal.make()] * minimal.GROUP]
+    return minimal.grow(questions, minimal.imitate)
+
+
+def as_rollouts(model, roots, rewards):
+    """The same trees for grpo.py, with the log-probabilities of the same model."""
+    def convert(node, path):
+        children = [convert(child, (*path, i)) for i, child in enumerate(node.children)]
+        made, ids, start = Node(path, children=children), torch.tensor([node.ids]), 0
+        with torch.no_grad():
+            logprobs = chosen(model, node.ids).tolist()
+        for written, tokens in groupby(node.mask):
+            end = start + len([*tokens])
+            told = tuple(logprobs[start - 1:end - 1]) if written else None
+            made.add(Turn("assistant" if written else "user", "",
+                          tuple(ids[0, start:end].tolist()), told))
+            start = end
+        return made
+
+    return [Rollout({}, str(i // minimal.GROUP), convert(root, ()), reward)
+            for i, (root, reward) in enumerate(zip(roots, rewards.tolist()))]
+
+
+def chosen(model, ids):
+    """The log-probability of each token but the first of one row, without batches."""
+    logits = minimal.logits(model, torch.tensor([ids[:-1]]), {})[0]
+    return logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+
+
+# --- the program --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags", [(), ("--roots-only",)])
+def test_it_runs_from_nothing_to_its_last_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(minimal, "WARMUP_STEPS", 2)
+    monkeypatch.setattr(minimal, "STEPS", 2)
+    monkeypatch.setattr(minimal, "LONGEST", 8)
+    assert command(minimal, monkeypatch, *flags, "--seed", 1) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "held out: 0.00 before, 0.00 after"
+    assert any(line.startswith("» ") for line in lines)
+
+
+def test_pairs_of_held_out_questions_do_not_occur_in_training():
+    def pairs(heldout):
+        for _ in range(300):
+            _, context, gold = minimal.make(heldout)
+            for name in gold if heldout else context:
+                word = next(w for w in context[name].split() if w in minimal.KIND)
+                yield name.split()[0], word
+
+    trained, unseen = {*pairs(False)}, {*pairs(True)}
+    assert trained and unseen and not trained & unseen
+
+
+def test_keys_and_values_in_the_cache_change_no_logits(model):
+    ids = torch.randint(len(minimal.TOKENS), (3, 20))
+    cache = {}
+    parts = [minimal.logits(model, ids[:, :8], cache)]
+    parts += [minimal.logits(model, ids[:, i:i + 1], cache) for i in range(8, 20)]
+    torch.testing.assert_close(torch.cat(parts, 1), minimal.logits(model, ids, {}),
+                               rtol=1e-4, atol=1e-4)
+
+
+# --- the recursion ------------------------------------------------------------------------
+
+def test_answers_of_children_reach_their_parent_in_order():
+    questions = [minimal.make(heldout=True) for _ in range(20)]
+    roots, rewards = minimal.grow(questions, oracle)
+    assert rewards.tolist() == [1.0] * 20
+    for root, (_, context, gold) in zip(roots, questions):
+        assert [child.context for child in root.children] == [context[n] for n in gold]
+        assert all(child.turns[0][0] == "Kind?" for child in root.children)
+
+
+HOSTILE = [
+    "while True: pass", "names = [n for n in context] * 10**9", "x = 'a' * 10**10",
+    "raise BaseException", "raise SystemExit", "def f(): f()\nf()", "import os",
+    "context.clear()", "().__class__", "lambda: 0", "(" * 9_000, "[" * 9_000,
+    'names = [n for n in "Kind?" for n in "Kind?" for n in "Kind?"]', "\x00", "\udc80",
+    "context[1] = context", "try:\n    names\nexcept:\n    names", "print(print(1))",
+    "FINAL(await rlm_query_batched(context, context))",
+    'await rlm_query_batched("Kind?", [])', 'rlm_query_batched("Kind?", list(context))',
+    "await context", "exit()", "kinds = [await rlm_query_batched(n, n) for n in context]"]
+
+
+@pytest.mark.parametrize("code", HOSTILE, ids=lambda code: repr(code[:30]))
+@pytest.mark.filterwarnings("ignore")
+def test_hostile_code_ends_its_node_and_no_more(code):
+    """It is a root's, or that of one child; the other children answer."""
+    question, context, gold = minimal.make()
+    names = [*gold]
+    kept = dict(context)
+
+    def write(nodes):
+        for node in nodes:
+            first = node.depth == 1 and node.context == context[names[0]]
+            if first or node.question == "hostile":
+                node.add(code, [minimal.END], 1)
+            else:
+                oracle([node])
+
+    roots, rewards = minimal.grow(
+        [(question, context, gold), ("hostile", context, gold)], write)
+    assert rewards[0] == (len(gold) - 1) / len(gold) and rewards[1] == 0
+    assert not isinstance(roots[1].answer, dict)
+    assert context == kept
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_the_vocabulary_can_say_comes_to_an_end():
+    """Half of it is a script with some tokens replaced, which gets further."""
+    rng = random.Random(0)
+
+    def write(nodes):
+        for node in nodes:
+            ids = minimal.encode(rng.choice([*minimal.ROOT_SCRIPTS, minimal.READ]))
+            for _ in range(rng.choice([1, 3, 60])):
+                ids[rng.randrange(len(ids))] = rng.randrange(len(minimal.TOKENS))
+            node.add(minimal.decode(ids), ids, 1)
+
+    roots, _ = minimal.grow([minimal.make() for _ in range(300)], write)
+    assert any(root.children for root in roots)
+    for root in roots:
+        assert len(root.children) <= minimal.CHILDREN[0]
+        assert not any(child.children for child in root.children)
+
+
+# --- the loss -----------------------------------------------------------------------------
+
+def uneven(rng, depth=0):
+    """A tree of up to four levels in which every node wrote something."""
+    node = minimal.Node("Kind?", "", depth)
+    writes(node, "context " * rng.randint(1, 3))
+    count = rng.randint(0, 3) if depth < 3 else 0
+    node.children = [uneven(rng, depth + 1) for _ in range(count)]
+    return node
+
+
+def test_advantages_and_weights_are_those_of_grpo(model):
+    rng = random.Random(1)
+    roots = [uneven(rng) for _ in range(2 * minimal.GROUP)]
+    rewards = torch.rand(len(roots), dtype=torch.float64)
+    rewards[:minimal.GROUP] = 0.1  # a group without a signal
+    rollouts = as_rollouts(model, roots, rewards)
+    ours = minimal.advantages(rewards)
+    assert ours == pytest.approx(advantages(rollouts, GRPOConfig()), abs=1e-12)
+
+    theirs = credit(rollouts, GRPOConfig())
+    for root, rollout, advantage in zip(roots, rollouts, ours):
+        nodes = [*minimal.inherit(root, advantage)]
+        for (node, inherited, weight), other in zip(nodes, rollout.root.walk(), strict=True):
+            assert theirs[other].advantages == pytest.approx([inherited], abs=1e-12)
+            assert theirs[other].weight == weight
+            below = [w for child, _, w in nodes if child in node.children]
+            assert not below or sum(below) == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("who", ["inherit", "root"])
+def test_loss_and_gradient_are_those_of_grpo(who, model):
+    assert minimal.LONGEST == LENGTH_CONSTANT
+    roots, rewards = scripted(2)
+    config = GRPOConfig(credit=who)
+    rollouts = as_rollouts(model, roots, rewards)
+    rows = make_rows(rollouts, credit(rollouts, config), config)
+    logprobs = [p for row in rows
+                for p, m in zip(chosen(model, row.ids), row.mask[1:]) if m]
+    loss, _ = policy_loss(torch.stack(logprobs), torch.zeros(len(logprobs)),
+                          collate(rows, "cpu"), config)
+    theirs = torch.autograd.grad(loss, [*model.values()])
+
+    ours = torch.autograd.grad(
+        minimal.policy_loss(model, roots, rewards, who == "root"), [*model.values()])
+    largest = max(gradient.abs().max() for gradient in theirs)
+    assert largest > 0
+    for one, other in zip(ours, theirs):
+        assert (one - other).abs().max() < 1e-4 * largest
+
+
+def test_children_are_trained_and_only_on_what_they_wrote(model):
+    """The gradient of the logits: 0 where the next token was read."""
+    roots, rewards = scripted(2)
+    seen = []
+    original = minimal.logits
+
+    def watched(model, ids, cache):
+        result = original(model, ids, cache)
+        result.retain_grad()
+        seen.append((ids, result))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minimal, "logits", watched)
+        minimal.policy_loss(model, roots, rewards, False).backward()
+    nodes = {tuple(node.ids[:-1]): node for root in roots for node in [root, *root.children]}
+    children = 0
+    for ids, result in seen:
+        for row, gradient in zip(ids.tolist(), result.grad):
+            node = nodes[tuple(row)]
+            touched = gradient.abs().sum(-1) > 0
+            assert not touched[torch.tensor(node.mask[1:]) == 0].any()
+            children += node.depth == 1 and bool(touched.any())
+    assert children > 10
