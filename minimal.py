@@ -12,10 +12,10 @@ in which the notes are the variable `context`, and its code calls the model agai
            reads   letter cloud otter evening corner
            writes  FINAL("animal")
 
-Root and children are one model, but each is a conversation of its own, called a node. A
-child reads its question and what its own code prints, and nothing of its parent. Only the
-root's answer is scored, and every child inherits the advantage of its root. With
---roots-only children are not trained: the model learns whom to ask, but not to answer.
+Root and children are one model. Each is a conversation of its own, called a node: a child
+reads its question and what its own code prints, and nothing of its parent. Only the root's
+answer is scored, and every child inherits the advantage of its root. With --roots-only
+children are not trained: the model learns whom to ask, but not to answer.
 """
 import argparse, ast, copy, math, random, re, types, warnings
 from functools import partial
@@ -57,7 +57,7 @@ def score(answer, gold):
     right = sum(answer.get(name) == kind for name, kind in gold.items())
     return right / len(answer.keys() | gold.keys())
 
-# Imitating scripts, good and bad, teaches the language. What to do with it, GRPO must find.
+# Imitating scripts, good and bad, teaches the language. GRPO then chooses among them.
 FIND = "names = [n for n in context if PLACE in n]\n"
 ASK = 'kinds = await rlm_query_batched("Kind?", [context[n] for n in names])\n'
 JOIN = "FINAL(dict(zip(names, kinds)))"
@@ -227,7 +227,7 @@ def grow(questions, write):
 # --- 4. The training ----------------------------------------------------------------------
 WARMUP_STEPS, WARMUP_RATE, WARMUP_TREES = 600, 3e-3, 8  # per step
 STEPS, RATE, QUESTIONS, GROUP = 80, 1e-3, 8, 8  # GROUP: trees of a question
-EPSILON = 1e-2  # a group whose rewards hardly differ has small advantages
+EPSILON, CLIP = 1e-2, 0.2  # clipped at 1.0, one step made the model forget to ask
 
 def advantages(rewards):
     """How many deviations each tree is better than the mean of its group."""
@@ -236,9 +236,8 @@ def advantages(rewards):
     return ((groups - groups.mean(1, keepdim=True)) / deviation).flatten().tolist()
 
 def inherit(node, advantage, weight=1.0):
-    """Yields (node, advantage, weight) for all nodes of a tree. Each has the advantage of its
-    root. k children share the weight of their parent, each has 1/k of it. So a root that
-    asks eight counts no more than a root that asks two."""
+    """Yields each node of a tree, the advantage of its root, and its weight. k children
+    share that of their parent: a root that asks eight counts no more than one asking two."""
     yield node, advantage, weight
     for child in node.children:
         yield from inherit(child, advantage, weight / len(node.children))
@@ -256,7 +255,7 @@ def policy_loss(model, roots, rewards, roots_only):
 def update(optimizer, loss, rate):
     loss.backward()
     optimizer.param_groups[0]["lr"] = rate
-    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], CLIP)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -293,7 +292,8 @@ def main():
 
     for step in range(WARMUP_STEPS):
         roots, _ = grow([make() for _ in range(WARMUP_TREES)], imitate)
-        each = log_probability(model, [n for root in roots for n in (root, *root.children)])
+        nodes = [node for root in roots for node, _, _ in inherit(root, 0.0)]
+        each = log_probability(model, nodes)
         loss = -sum(each.values()) / (LONGEST * len(each))
         update(optimizer, loss, WARMUP_RATE * (1 - step / WARMUP_STEPS))
     before = evaluate(model, heldout, "before")
@@ -311,7 +311,7 @@ if __name__ == "__main__":
     main()
 
 # --- 5. What the real program does otherwise ----------------------------------------------
-# tasks/     more words, up to 150 notes; questions that need children of children
+# tasks/     requests that people wrote; questions that need children of children
 # repl.py    a process per node runs all of Python, in limits of time and memory; no `await`
 # rlm.py     coroutines in place of generators, and budgets of tokens, time and nodes
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
