@@ -237,7 +237,7 @@ def advantages(rewards):
 
 def inherit(node, advantage, weight=1.0):
     """Yields each node of a tree, the advantage of its root, and its weight. k children
-    share that of their parent: a root that asks eight counts no more than one asking two."""
+    share that of their parent: a root that asks eight counts like one that asks two."""
     yield node, advantage, weight
     for child in node.children:
         yield from inherit(child, advantage, weight / len(node.children))
