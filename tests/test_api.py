@@ -26,7 +26,7 @@ def key(monkeypatch):
 
 
 def node(text="hello"):
-    n = Node()
+    n = Node(example=["u", "a"])
     n.add(Turn("system", "be brief"))
     n.add(Turn("user", text))
     return n
@@ -40,12 +40,12 @@ def test_a_request_and_its_reply():
     with Stub(says="hi there") as server:
         done = complete(server, "a \ud800 question", sampling=Sampling(0.5, 0.9))
     assert (done.text, done.ids, done.logprobs, done.stop) == ("hi there", (), (), "stop")
-    assert done.usage == {"prompt": 5, "sampled": 2}
+    assert done.usage == {"prompt": 7, "sampled": 2}
     [sent] = server.log
     assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("m", 0.5, 5)
     assert sent["top_p"] == 0.9
-    assert sent["messages"] == [{"role": "system", "content": "be brief"},
-                                {"role": "user", "content": "a ? question"}]
+    assert [(turn["role"], turn["content"]) for turn in sent["messages"]] == [
+        ("system", "be brief"), ("user", "u"), ("assistant", "a"), ("user", "a ? question")]
 
 
 @pytest.mark.parametrize("status, error, attempts", [
@@ -76,12 +76,13 @@ def test_a_refused_root_counts_as_failed_and_is_asked_once(method):
     assert record["failed"].startswith("refused: ") and "no luck" in record["failed"]
 
 
-def test_a_server_that_is_not_there_loses_the_tree():
+def test_a_server_that_is_not_there_loses_the_tree(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")  # local servers want none
     with Stub(says="hi") as server:
         pass
     api = API(server.url, "m", max_retries=0)
     lost, = asyncio.run(collect(jobs([TASK]), api, None, RLMConfig()))
-    assert server.url in lost.failed
+    assert server.url in lost.failed and "Connection" in lost.failed
 
 
 def reply(content, prompt=1, sampled=1):

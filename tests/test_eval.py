@@ -12,7 +12,7 @@ from ask import RLM
 from conftest import PAPERS, data_of
 from repl import REPLError
 from tasks import Task
-from tasks.questions import heldout_tasks
+from tasks.questions import heldout_tasks, read, split
 from training import scores
 from tree import read_rollouts
 
@@ -48,8 +48,8 @@ def test_differences_are_paired_and_skip_what_either_lost():
     however much the questions differ."""
     rng = random.Random(0)
     base = [rng.random() * 0.9 for _ in range(50)]
-    a = [*(record(s + 0.1) for s in base), record(0.0, "lost")]
-    b = [*(record(s) for s in base), record(1.0)]
+    a = [*(record(s + 0.1) for s in base), record(0.0, "lost"), record(1.0)]
+    b = [*(record(s) for s in base), record(1.0), record(0.0, "lost")]
     cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): [record(0.0)]}
     d, = scores.differences(cells)
     assert (d["a"], d["b"], d["n"]) == ("a", "b", 50)
@@ -97,15 +97,17 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
     ids = {}
-    for split in ("train", "heldout"):
+    for side in ("train", "heldout"):
         for name, flags in (("generated", ["--tasks", "evidence", "--n", 12]),
                             ("rows", ["--data", PAPERS])):
             path = tmp_path / name
             assert command("--policy", "oracle", *flags, "--save", path,
-                           "--split", split)[0] is None
-            ids[name, split] = {r.task.id for r in read_rollouts(path, Task)}
+                           "--split", side)[0] is None
+            ids[name, side] = {r.task.id for r in read_rollouts(path, Task)}
     held = {task.id for task in heldout_tasks(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
+    held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
+    assert ids["rows", "heldout"] == {task.id for task in held}
     assert not ids["rows", "train"] & ids["rows", "heldout"]
     every = ids["rows", "train"] | ids["rows", "heldout"]
     assert len(every) == len(PAPERS.read_text().splitlines())
@@ -135,7 +137,10 @@ def test_a_checkpoint_runs_no_code_of_its_own(command, short_run, tmp_path):
 
 
 def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
-    async def refuse(*args, **more):
+    keys = []
+
+    async def refuse(task, policy, tokenizer, config, key):
+        keys.append(key)
         raise REPLError("no process left")
 
     monkeypatch.setattr(evaluation, "rollout", refuse)
@@ -143,6 +148,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     assert "no question could be scored" in message
     assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "2"]
     assert "failed: REPLError('no process left')" in text
+    assert len(keys) == 4 and len(set(keys)) == 2  # each question is tried twice
 
 
 @pytest.mark.parametrize("args, says", [

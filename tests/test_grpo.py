@@ -341,6 +341,7 @@ def test_a_step_is_described_by_the_trees_that_did_not_fail():
     trees += [rollout(0.5, group="alone"), rollout(1.0, failed="lost")]
     row = describe(trees, credit(trees, GRPOConfig()))
     assert row["reward"] == 0.5 and row["flat"] == 1 / 3  # the one without a comparison
+    assert row["asks"] == 1 / 3
     assert (row["nodes"], row["tokens"]) == (4 / 3, 10 / 3)
     assert row["reward_std"] == pytest.approx(0.15)  # 0.3 of the group, 0 of the lone tree
     assert (row["tokens_d0"], row["tokens_d1"]) == (8 / 3, 2) and "score_d1" not in row

@@ -44,6 +44,8 @@ def test_fresh_adapters_are_on_every_linear_layer_and_change_nothing():
     assert trained == {name.replace("weight", f"lora_{part}")
                        for name in layers for part in "AB"}
     assert {w.dtype for w in model.adapters().values()} == {torch.float32}
+    other_rank = build().add_lora(16, 32.0).adapters()
+    assert all(torch.equal(other_rank[name], w) for name, w in model.adapters().items())
 
 
 @pytest.mark.parametrize("rank", [1, 16])

@@ -80,6 +80,14 @@ def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file(letters
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(map(str, range(9)))
 
 
+def test_a_node_keeps_its_strategy(monkeypatch):
+    monkeypatch.setattr(evidence, "demonstrate", lambda task, node, rng: f"{rng.random()}")
+    policy = script_policy([Task("t", "evidence", "q", {}, {})], None, 0, alone=False)
+    a, again, b, c = (asyncio.run(policy(Node(), 100, (0, path, turn))).text
+                      for path, turn in (((), 0), ((), 1), ((0,), 0), ((1,), 0)))
+    assert a == again and len({a, b, c}) == 3
+
+
 def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, capsys):
     """Twelve rows: six questions, a paper, and five that nobody can read."""
     rows = [{"question": f"q{i}", "context": f"a {i}", "answer": "a"} for i in range(6)]

@@ -275,6 +275,7 @@ def test_a_step_that_forgets_too_much_is_shortened(
             assert torch.equal(start, again[name])
             want = start + short["step_left"] * (full[name] - start)
             torch.testing.assert_close(shorter[name], want, rtol=1e-5, atol=1e-7)
+    assert steady.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
 
 
 def test_what_a_step_forgot_is_what_good_nodes_lost_at_the_worst_depth(short_run):
@@ -371,9 +372,13 @@ def test_a_teachers_trees_take_the_place_of_scripts(
         sampled = [t.ids for t in node.turns if t.sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
+    for tree in trees:
+        [*tree.root.walk()][-1].errors.append(0)
+    write_rollouts(tmp_path / "errors", trees)
     saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
-    with pytest.raises(ValueError, match="none of its 4 trees"):
-        saved_trees(str(saved))
+    for path in (saved, tmp_path / "errors"):
+        with pytest.raises(ValueError, match="none of its 4 trees"):
+            saved_trees(str(path))
 
 
 # --- where a run starts from --------------------------------------------------------------
