@@ -17,7 +17,7 @@ reads its question and what its own code prints, and nothing of its parent. Only
 answer is scored, and every child inherits the advantage of its root. With --roots-only
 children are not trained: the model learns whom to ask, but not to answer.
 """
-import argparse, ast, copy, math, random, re, types, warnings
+import argparse, ast, copy, math, random, re, types, warnings  # noqa: E401
 from functools import partial
 import torch
 import torch.nn.functional as F

@@ -188,7 +188,8 @@ def test_advantages_and_weights_are_those_of_grpo(model):
     theirs = credit(rollouts, GRPOConfig())
     for root, rollout, advantage in zip(roots, rollouts, ours):
         nodes = [*minimal.inherit(root, advantage)]
-        for (node, inherited, weight), other in zip(nodes, rollout.root.walk(), strict=True):
+        others = rollout.root.walk()
+        for (node, inherited, weight), other in zip(nodes, others, strict=True):
             assert theirs[other].advantages == pytest.approx([inherited], abs=1e-12)
             assert theirs[other].weight == weight
             below = [w for child, _, w in nodes if child in node.children]
@@ -231,7 +232,8 @@ def test_children_are_trained_and_only_on_what_they_wrote(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minimal, "logits", watched)
         minimal.policy_loss(model, roots, rewards, False).backward()
-    nodes = {tuple(node.ids[:-1]): node for root in roots for node in [root, *root.children]}
+    every = [node for root in roots for node in (root, *root.children)]
+    nodes = {tuple(node.ids[:-1]): node for node in every}
     children = 0
     for ids, result in seen:
         for row, gradient in zip(ids.tolist(), result.grad):
