@@ -118,6 +118,7 @@ def policy_of(flags: Answering, batch: int) -> tuple[Callable, Any, RLMConfig]:
         from baselines.api import API
         config = load_config("", sandbox=flags.sandbox, changes=flags.rlm)
         return API(flags.api, flags.api_model, sampling), None, config
+    print(f"loading {flags.model}", file=sys.stderr)
     model = RLM(flags.model, sampling, flags.seed, flags.sandbox, batch, flags.rlm)
     return model.policy, model.tokenizer, model.config
 

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -95,6 +96,7 @@ class EvalConfig(Evaluation, Answering):
             raise ValueError("--policy oracle asks no server")
         if self.data and self.lengths:
             raise ValueError("--lengths is for generated questions, not for --data")
+        lengths_of(self.lengths)
         for unknown in set(listed(self.methods)) - set(METHODS):
             raise ValueError(f"there is no method {unknown}")
 
@@ -106,6 +108,8 @@ def listed(text: str) -> list[str]:
 
 def lengths_of(text: str) -> list[int | None]:
     """[8000, 1000000] of "8000,1m"; None is the usual length. Raises ValueError."""
+    if not re.fullmatch(r"(\d+[km]?(,|$))*", text):
+        raise ValueError(f"--lengths cannot be {text!r}")
     return [int(part.replace("k", "000").replace("m", "000000"))
             for part in listed(text)] or [None]
 
@@ -154,7 +158,7 @@ def measure(flags: EvalConfig) -> None:
     loaded = [tasks.load(spec, flags.data) for spec in specs]
     kinds = {tasks.name_of(kind): kind for kind in loaded}
     for name in kinds:
-        for function in filter(None, (flags.policy, not flags.reward and "score")):
+        for function in filter(None, (flags.policy, "score")):
             util.function_of(kinds[name], function)
     for path in filter(None, (flags.save, flags.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
@@ -198,7 +202,8 @@ def measure(flags: EvalConfig) -> None:
         print(report.difference_line(pair))
     if flags.html:
         steps = {"": report.packed(trees.items(), tokenizer)}
-        write_text(flags.html, report.page("Evaluation", asdict(flags), rows, steps,
+        shown = asdict(replace(flags, html="", save=""))
+        write_text(flags.html, report.page("Evaluation", shown, rows, steps,
                                            differences=pairs))
     if not any(row["n"] for row in rows):
         raise REPLError("no question could be scored")

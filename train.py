@@ -87,11 +87,9 @@ def train(config: Config, world: World) -> None:
     setup, state = prepare(config, world, *objective_of(config))
     if config.plan:
         return
-    nodes = warm_up_nodes(setup) if state.phase == "warmup" else []
-    run = Run(setup, state)  # from here on it writes
-    if state.phase == "warmup":
-        warm_up(run, nodes)
+    run = warm_up(setup, state) if state.phase == "warmup" else None
     model, optimizer = load(setup, state)
+    run = run or Run(setup, state)  # it writes, now that everything was read
     if not state.checkpoint:
         run.save_checkpoint(model, optimizer)
     sampler = make_sampler(setup, model)
@@ -132,11 +130,13 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
 # ------------------------------------------------------------------------------------------
 # The warm-up
 
-def warm_up(run: Run, nodes: list[Node]) -> None:
-    """Supervised steps on what scripts, or a saved policy, wrote. They leave OUT/warmup."""
-    setup, state = run.setup, run.state
+def warm_up(setup: Setup, state: State) -> Run:
+    """Supervised steps on what scripts, or a saved policy, wrote. They leave OUT/warmup.
+    Returns the run that they begin."""
     config, plan, steps = setup.config, setup.plan, setup.config.warmup_steps
+    nodes = warm_up_nodes(setup) if steps else []
     model, optimizer = load(setup, state)
+    run = Run(setup, state)
     said = time.monotonic()
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
@@ -160,6 +160,7 @@ def warm_up(run: Run, nodes: list[Node]) -> None:
                       f"{run.elapsed():.0f} s", file=sys.stdout)
         run.maybe_save(model, optimizer, every=1 if last else 100)
     run.end_warm_up(model)
+    return run
 
 
 def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> float:
@@ -180,8 +181,6 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
     scripts. Raises ValueError if none fits into the window."""
     config, plan, trees = setup.config, setup.plan, setup.saved
-    if not config.warmup_steps:
-        return []
     system, *_ = opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
     others = sum(tree.root.turns[0].text != system for tree in trees)
     if others:

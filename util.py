@@ -5,7 +5,6 @@ Standard library only. Left out: nested configurations, and files of settings.
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import traceback
@@ -83,7 +82,7 @@ def program(name: str) -> str:
 # flags. Classes are combined by inheritance, so a program has one flat configuration. The
 # same check is made of a file's fields (rlm.json).
 
-TINY = 1e-12  # the least number above 0
+TINY, MOST = 1e-12, 1e12  # the least number above 0, and what no number reaches
 
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False,
          shown: str = "", words: str = ""):
@@ -100,7 +99,7 @@ def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool
 
 def check(config) -> None:
     """Raises ValueError for a field of another type than its default, for a number that is
-    too small or not finite, and for a text that is no choice. Of a file's fields that no
+    too small or too large, and for a text that is no choice. Of a file's fields that no
     `flag` made, numbers have to be above 0."""
     for f in fields(config):
         value, usual = getattr(config, f.name), f.default
@@ -113,8 +112,9 @@ def check(config) -> None:
             raise ValueError(f"{f.name} cannot be {value!r}")
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
-        if type(value) in (int, float) and not least <= value < math.inf:
-            raise ValueError(f"{f.name} is {value}, the least is {least:g}")
+        if type(value) in (int, float) and not least <= value < MOST:
+            floor = "above 0" if least == TINY else f"at least {least:g}"
+            raise ValueError(f"{f.name} is {value}: it has to be {floor}, below {MOST:g}")
 
 
 def parser(description: str, **more) -> argparse.ArgumentParser:

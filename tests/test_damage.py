@@ -129,7 +129,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
         short_run, tmp_path, monkeypatch):
-    def warm_up(run, nodes):
+    def warm_up(setup, state):
         raise ValueError("it begins")
 
     out = tmp_path / "run"

@@ -232,7 +232,7 @@ def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(las
 def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused():
     says = {(): block("FINAL(rlm_query('q', ['ab'] * 2_000_000))"), "*": block("FINAL(1)")}
     small = RLMConfig(limits=Limits(memory_mb=150))
-    asked = [task(), task(context="a" * (50 << 20))]
+    asked = [evidence(0), replace(evidence(0), context={"p": "a" * (50 << 20)})]
     tree, lost = asyncio.run(collect(
         asked, Script(says), None, small, reward=lambda *given: 1.0))
     child, = tree.root.children

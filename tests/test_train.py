@@ -523,7 +523,7 @@ def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--credit", "both"], "inherit or root or children"),
     (["--objective", "nothing"], "nothing"),
-    (["--group", "1"], "group is 1, the least is 2"),
+    (["--group", "1"], "group is 1: it has to be at least 2"),
     (["--card", "80"], "--card needs --plan"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
     (["--task", str(ROOT / "sandbox/__init__.py")], "has no function score"),

@@ -1,7 +1,7 @@
 """What a run starts from: flags and files that are checked, a model, a sampler, trees.
 
-Without --model a tokenizer is trained on scripted
-trees, and a tiny Qwen3 is made beside it.
+Without --model a tokenizer is trained on scripted trees, and a tiny Qwen3 is made beside
+it.
 """
 import asyncio
 import gc
@@ -85,8 +85,7 @@ def prepare(config: Config, world: World, objective: Callable,
     if config.log and not world.rank:
         log = util.load_function(config.log, "log")
     kind = tasks.load(config.task, config.data)
-    if not config.reward:
-        util.function_of(kind, "score")
+    util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
     state = State() if config.plan else found(config, world)
@@ -200,6 +199,7 @@ def reference_of(setup: Setup) -> Decoder | None:
     its adapters off, so nothing is loaded."""
     if not setup.config.kl or setup.config.lora_rank:
         return None
+
     def frozen(model: Decoder) -> None:
         model.requires_grad_(False)
         parallel.shard(model, setup.plan.dtype)

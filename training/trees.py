@@ -98,9 +98,7 @@ async def reward_of(root: Node, task: Task, reward: Callable | None = None) -> f
             raise ValueError(f"the score of {task.id} is {value!r}, no finite number")
         return float(value)
 
-    kind, own = tasks.of(task), None
-    if hasattr(kind, "score"):
-        own = await number(kind.score, task, root.answer)
+    own = await number(tasks.of(task).score, task, root.answer)
     if reward is None:
         return own
     root.score = own
