@@ -123,8 +123,7 @@ def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max
 
 
 def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(tiny):
-    """Four turns; the second is cut by length, and closed with mask 0, as is the third,
-    which ends as a text does."""
+    """The second of four turns is cut, the third ends as a text: mask 0 closes both."""
     says = [block("print(1)"), "thinking for ever and ever and ever", "text",
             block("FINAL(context)")]
     policy, rows, completions = Script({(): says}, tiny, cut={1: 5}), [], []

@@ -66,7 +66,10 @@ def make(model=MODEL, tokens=4096, window=WINDOW, page=4, batch=64, **options):
     with patch.object(engine.pages, "States", lambda model, _: States(model, batch + 1)), \
             patch.object(engine.pages.GatheredRows, "page", page), \
             patch.object(engine.pages.FlashPages, "page", page):
-        return Sampler(model, memory, window=window, batch=batch, **options)
+        made = Sampler(model, memory, window=window, batch=batch, **options)
+    if made.attention.states:
+        made.attention.states.matrices[:, 0] = torch.nan  # padding may write anything
+    return made
 
 
 def check_at_rest(sampler):
@@ -261,10 +264,7 @@ def order(sampler, *requests):
         await sampler.generate(ids, tokens, key=(name,))
         ended.append(name)
 
-    async def go():
-        await asyncio.gather(*(ask(*request) for request in requests))
-
-    asyncio.run(go())
+    asyncio.run(gather(*(ask(*request) for request in requests)))
     return ended
 
 
