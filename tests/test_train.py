@@ -529,7 +529,7 @@ def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
     (["--task", str(ROOT / "sandbox/__init__.py")], "has no function score"),
     (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--model", "", "--task", "no_scripts.py"], "give --model"),
-    (["--warmup-lr", "1e30", "--warmup-steps", "2"], "not finite")])
+    (["--warmup-lr", "9e11", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("no_scripts.py").write_text("make = lambda rng, **more: ('q', 'c', 'c')\n"
@@ -538,7 +538,7 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
                       tmp_path / "e", *args)
     assert isinstance(message, str) and says in message and "\n" not in message
     assert not (tmp_path / "e" / "final").exists()
-    assert "1e30" in args or not (tmp_path / "e").exists()
+    assert "9e11" in args or not (tmp_path / "e").exists()
 
 
 def test_a_run_that_cannot_fit_stops_before_loading(
