@@ -10,7 +10,7 @@ BY_CHECKPOINT = -1  # a flag with this default takes its value from the checkpoi
 POSITIVE = 1e-12  # the least rate
 NARROW = 256  # hidden size; a model below that was made from nothing, here
 WIDE = 2560  # the hidden size of Qwen3-4B
-SCRIPTED = 1024  # trees of scripts that a warm-up runs at most; then it reuses them
+SCRIPTED = 6144  # trees of scripts that a warm-up runs at most; then it reuses them
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Defaults:
 
 
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
-SCRATCH = Defaults(warmup_steps=450, warmup_lr=3e-3, warmup_rows=32, lr=1.4e-3,
+SCRATCH = Defaults(warmup_steps=1000, warmup_lr=3e-3, warmup_rows=32, lr=1.4e-3,
                    max_norm=0.2, adapters=2.0)
 # The rates of published runs of 4B and more; `settle` raises that of smaller models.
 PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_rows=8, lr=1e-6,
@@ -88,7 +88,7 @@ class WarmupConfig:
 class UpdateConfig:
     """What a step of GRPO samples, and how it updates."""
     steps: int = flag(
-        100, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
+        60, "GRPO steps; fewer, if ten in a row had nothing to learn from", common=True)
     tokens: int = flag(0, "GRPO also ends after so many sampled tokens; 0: no limit")
     questions: int = flag(8, "questions per step", 1, common=True)
     group: int = flag(

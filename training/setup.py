@@ -41,8 +41,8 @@ TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
                      seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
-TINY_VOCABULARY = 1024
-TOKENIZER_TREES = 192
+TINY_VOCABULARY = 2048
+TOKENIZER_TREES = 768
 LORA_ALPHA = 32.0  # the adapters' product is multiplied by this over their rank
 
 
