@@ -14,8 +14,8 @@ in which the notes are the variable `context`, and its code calls the model agai
 
 Root and children are one model. Each is a conversation of its own, called a node: a child
 reads its question and what its own code prints, and nothing of its parent. Only the root's
-answer is scored, and every child inherits the advantage of its root. With --roots-only
-children are not trained: the model learns whom to ask, but not to answer.
+answer is scored, and every child inherits its advantage: trees with better children score
+higher, and all else averages out. --roots-only trains roots alone. One core, 40 seconds.
 """
 import argparse, ast, copy, math, random, re, types, warnings  # noqa: E401
 from functools import partial
@@ -145,7 +145,7 @@ def sample(model, nodes):
             node.add(decode(message), message, 1)
 
 def log_probability(model, nodes):
-    """Of all that the model wrote in a node, for each: {node: a number with a gradient}."""
+    """{node: the log-probability of all that the model wrote in it}, with a gradient."""
     result = {}
     for batch, ids in batches(nodes):
         every = logits(model, ids[:, :-1], {}).log_softmax(-1)  # B T-1 V
@@ -155,10 +155,10 @@ def log_probability(model, nodes):
     return result
 
 # --- 3. The recursion ---------------------------------------------------------------------
-# A conversation pauses where it yields [node], until its next message is written. This list
-# travels up through `await` in the code of its parent, which so waits for its children, to
-# `grow`. There the model writes for all nodes that wait, in all trees, as one batch.
-CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; two levels would be [8, 8, 0]
+# `converse` yields [node] when that needs a message. The `await` in the code of its parent,
+# which so waits for its children, passes this list on to `grow`. There the model writes for
+# all nodes that wait, in all trees, and each of them goes on.
+CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; more levels need more scripts
 MESSAGES, SHOWN = 2, 8  # that a node writes; tokens that it reads: one note, not two
 
 class Node:
@@ -227,7 +227,7 @@ def grow(questions, write):
 # --- 4. The training ----------------------------------------------------------------------
 WARMUP_STEPS, WARMUP_RATE, WARMUP_TREES = 600, 3e-3, 8  # per step
 STEPS, RATE, QUESTIONS, GROUP = 80, 1e-3, 8, 8  # GROUP: trees of a question
-EPSILON, CLIP = 1e-2, 0.2  # clipped at 1.0, one step made the model forget to ask
+EPSILON, MAX_NORM = 1e-2, 0.2  # at a norm of 1.0 a step made the model forget to ask
 
 def advantages(rewards):
     """How many deviations each tree is better than the mean of its group."""
@@ -237,7 +237,7 @@ def advantages(rewards):
 
 def inherit(node, advantage, weight=1.0):
     """Yields each node of a tree, the advantage of its root, and its weight. k children
-    share that of their parent: a root that asks eight counts like one that asks two."""
+    share their parent's weight: otherwise trees that ask much would decide alone."""
     yield node, advantage, weight
     for child in node.children:
         yield from inherit(child, advantage, weight / len(node.children))
@@ -255,7 +255,7 @@ def policy_loss(model, roots, rewards, roots_only):
 def update(optimizer, loss, rate):
     loss.backward()
     optimizer.param_groups[0]["lr"] = rate
-    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], CLIP)
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -316,5 +316,5 @@ if __name__ == "__main__":
 # rlm.py     coroutines in place of generators, and budgets of tokens, time and nodes
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
 # sampler.py continuous batching; pages of keys and values, shared between prefixes
-# grpo.py    several updates per batch, so clipped ratios; a KL term; w_t for rounding
+# grpo.py    several updates per batch, so clipped ratios; a KL term; a weight for rounding
 # training/  steady.py shortens a step that makes the model forget; engine/ has several GPUs
