@@ -100,14 +100,16 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
         parts += [f'<path d="M{left} {y:g} h{width}" stroke="{GREY}" opacity="0.3"/>',
                   text(left - 6, y + 4, f"{share:g}", 'text-anchor="end"')]
     for i, ((name, runs), colour) in enumerate(zip(arms.items(), COLOURS)):
-        mean = [fmean(values) for values in zip(*runs)]
+        # A run that ended early, with nothing left to learn from, stays where it was.
+        whole = [run + run[-1:] * (steps - len(run)) for run in runs]
+        mean = [fmean(values) for values in zip(*whole)]
         look = f'stroke="{colour}"'
         parts += [path(run, f'{look} opacity="0.35"') for run in runs]
         parts += [path(mean, f'{look} stroke-width="3"'),
                   text(left + width + 12, top + 20 + 20 * i, f"{name}, {len(runs)} runs",
                        f'fill="{colour}"')]
     parts += [text(left, top + height + 20, f"reward by step of GRPO, 1 to {steps}")]
-    return svg(left + width + 230, top + height + 32, parts)
+    return svg(left + width + 290, top + height + 32, parts)
 
 
 def main() -> None:
