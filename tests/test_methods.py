@@ -42,7 +42,7 @@ def tiny():
 @pytest.mark.parametrize("size", [1, 4_000])
 def test_a_baseline_fills_the_window_and_never_exceeds_it(name, with_ids, size, tiny):
     text = " ".join(random.Random(size).choices(WORDS, k=size))
-    task = Task("t", "question", "Where is al1?", {"a": text, "b": text[:50]})
+    task = Task("t", "qa", "Where is al1?", {"a": text, "b": text[:50]})
     root = answer(name, task, lambda node: "notes" * (node.path != (1,)),
                   tiny if with_ids else None, window=400, turn_tokens=60)
     context = flat(task.context)
@@ -69,7 +69,7 @@ def test_retrieval_shows_the_best_passages_in_the_order_of_the_text(tiny):
     words = random.Random(0).choices(WORDS, k=900)
     lines = [f"Line {i} says {word}." for i, word in enumerate(words)]
     lines[700], lines[100] = "The zyx number is 4.", "A zyx is a zyx."
-    task = Task("t", "question", "What is the zyx number?", "\n".join(lines))
+    task = Task("t", "qa", "What is the zyx number?", "\n".join(lines))
     root = answer("retrieval", task, lambda node: "4", tiny, window=600, turn_tokens=60)
     said = root.turns[1].text
     assert 0 < said.find(lines[100]) < said.find(lines[700])
