@@ -32,12 +32,12 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
-    `trace` holds the root of the last tree. `changes` is a file with fields of rlm.json;
+    `trace` holds the root of the last tree. `rlm_file` is a file with fields of rlm.json;
     `task` is whose prompts and tools are used, by default the model's, if it is ours."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
-                 sandbox: str = "auto", batch: int = 8, changes: str = "", task: str = ""):
+                 sandbox: str = "auto", batch: int = 8, rlm_file: str = "", task: str = ""):
         import engine  # noqa: F401  before torch: it says how torch's threads wait
         from model import open_checkpoint
         from sampler import Sampler
@@ -45,7 +45,7 @@ class RLM:
 
         model = open_checkpoint(model_dir)
         positions = model.config.max_position_embeddings
-        config = load_config(model_dir, positions, sandbox, changes)
+        config = load_config(model_dir, positions, sandbox, rlm_file)
         self.tokenizer = Tokenizer.from_pretrained(model_dir)
         self.sampler = Sampler(model, batch=batch, window=config.window)
         if self.sampler.window < config.window:
@@ -76,7 +76,7 @@ def aloud(policy: Callable) -> Callable:
     """The policy, which says on stderr what a node reads and then what it wrote. Children
     run side by side."""
     async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
-        size = len(node.ids) or sum(about(turn.text) for turn in node.said)
+        size = len(node.ids) or sum(about(turn.text) for turn in node.conversation)
         read = cut(printable(node.turns[-1].text), SHOWN)
         print(f"--- {node.name} reads {size:,} tokens, which end with\n{read}",
               file=sys.stderr)
@@ -116,7 +116,7 @@ def policy_of(flags: Answering, batch: int) -> tuple[Callable, Any, RLMConfig]:
     sampling = Sampling(flags.temperature, flags.top_p)
     if flags.api:
         from baselines.api import API
-        config = load_config("", sandbox=flags.sandbox, changes=flags.rlm)
+        config = load_config("", sandbox=flags.sandbox, rlm_file=flags.rlm)
         return API(flags.api, flags.api_model, sampling), None, config
     print(f"loading {flags.model}", file=sys.stderr)
     model = RLM(flags.model, sampling, flags.seed, flags.sandbox, batch, flags.rlm)

@@ -31,15 +31,15 @@ class RLMConfig:
 
 
 def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
-                changes: str = "") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults, and the fields of a file `changes` in
+                rlm_file: str = "") -> RLMConfig:
+    """rlm.json of a checkpoint, or the defaults, and the fields of a file `rlm_file` in
     their place. The window is at most the model's positions. `sandbox` depends on this
     machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
     if model_dir and saved.exists():
         config = changed(config, read_json(saved), saved)
-    if changes:
-        config = changed(config, read_json(changes), changes)
+    if rlm_file:
+        config = changed(config, read_json(rlm_file), rlm_file)
     limits = replace(config.limits, sandbox=sandbox)
     return replace(config, window=min(config.window, positions), limits=limits)
 

@@ -89,7 +89,7 @@ def inherit(rollouts: list[Rollout], per_tree: list[float],
         for node, weight in node_weights(rollout.root, config).items():
             trained = {"inherit": True, "root": not node.depth, "children": node.depth}
             if trained[config.credit]:
-                turns = sum(turn.sampled for turn in node.turns)
+                turns = sum(turn.is_sampled for turn in node.turns)
                 result[node] = Credit([advantage] * turns, weight)
     return result
 
@@ -137,7 +137,7 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     rows = []
     for node in nodes:
         given = credits[node]
-        turns = [turn for turn in node.turns if turn.sampled]
+        turns = [turn for turn in node.turns if turn.is_sampled]
         if len(given.advantages) != len(turns):
             raise ValueError(f"node {node.path}: {len(given.advantages)} advantages for "
                              f"{len(turns)} sampled turns")

@@ -125,7 +125,7 @@ class _Tree:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        used = len(node.ids) or sum(about(turn.text) for turn in node.said)
+        used = len(node.ids) or sum(about(turn.text) for turn in node.conversation)
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:

@@ -152,8 +152,8 @@ class Tokenizer:
         ids = self._message("system", system) if system else []
         ids += self._message("user", users[0]) + self._reply
         for reply, text in zip(replies, users[1:]):
-            said = self.message(reply)
-            ids += said + self.observe(text, closed=said[-1] == self.end_of_turn)
+            written = self.message(reply)
+            ids += written + self.observe(text, closed=written[-1] == self.end_of_turn)
         return ids
 
     def observe(self, text: str, closed: bool) -> list[int]:

@@ -137,7 +137,7 @@ def warm_up(setup: Setup, state: State) -> Run:
     nodes = warm_up_nodes(setup) if steps else []
     model, optimizer = load(setup, state)
     run = Run(setup, state)
-    said = time.monotonic()
+    printed_at = time.monotonic()
     bar = trange(state.step, steps, initial=state.step, total=steps, desc="warm-up",
                  disable=None)
     for step in bar:
@@ -154,8 +154,8 @@ def warm_up(setup: Setup, state: State) -> Run:
         if step % 10 == 0 or last:
             bar.set_postfix(loss=f"{loss:.3f}")
             run.log({"phase": "warmup", "step": state.step, "loss": loss})
-        if time.monotonic() - said > EVERY_SECONDS or last:
-            said = time.monotonic()
+        if time.monotonic() - printed_at > EVERY_SECONDS or last:
+            printed_at = time.monotonic()
             bar.write(f"warm-up {state.step:4}/{steps} | loss {loss:.3f} | "
                       f"{run.elapsed():.0f} s", file=sys.stdout)
         run.maybe_save(model, optimizer, every=1 if last else 100)
@@ -221,7 +221,7 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         asked = questions.batch(state.step, config.questions)
         key = config.seed, state.step
         rollouts = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
-        clock.sampled()
+        clock.rollouts_done()
         credit = setup.objective(rollouts, config)
         batches = [grpo.make_rows(trees, credit, config)
                    for trees in grpo.minibatches(rollouts, config)]

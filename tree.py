@@ -79,7 +79,7 @@ class Turn:
     logprobs: tuple[float, ...] | None = None
 
     @property
-    def sampled(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether the policy sampled this turn."""
         return self.logprobs is not None
 
@@ -143,7 +143,7 @@ class Node:
     @property
     def mask(self) -> list[int]:
         """1 for each token that the policy sampled, otherwise 0; as long as `ids`."""
-        return [int(turn.sampled) for turn in self.turns for _ in turn.ids]
+        return [int(turn.is_sampled) for turn in self.turns for _ in turn.ids]
 
     @property
     def logprobs(self) -> list[float]:
@@ -158,10 +158,10 @@ class Node:
     @property
     def sampled(self) -> int:
         """The number of tokens that the policy sampled in this node."""
-        return sum(len(turn.ids) for turn in self.turns if turn.sampled)
+        return sum(len(turn.ids) for turn in self.turns if turn.is_sampled)
 
     @property
-    def said(self) -> list[Turn]:
+    def conversation(self) -> list[Turn]:
         """All turns; those of the example conversation are behind the system's."""
         shown = map(Turn, ("user", "assistant") * len(self.example), self.example)
         return [*self.turns[:1], *shown, *self.turns[1:]]

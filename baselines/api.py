@@ -39,7 +39,7 @@ class API:
         # What a model wrote may hold broken Unicode, which no request can.
         messages = [{"role": turn.role,
                      "content": turn.text.encode("utf-8", "replace").decode()}
-                    for turn in node.said]
+                    for turn in node.conversation]
         limit = self.limit
         try:
             async with openai.AsyncOpenAI(**self.server) as client:
@@ -59,10 +59,10 @@ class API:
             why = f"a reply that cannot be used, {error!r:.200}"
             raise Lost(f"{self.server['base_url']}: {why}") from None
         except openai.OpenAIError as error:
-            status, said = getattr(error, "status_code", None), printable(str(error))
+            status, message = getattr(error, "status_code", None), printable(str(error))
             if status == 400 and limit != NEWER and NEWER in str(error):
                 self.limit = NEWER
                 return await self(node, max_tokens, key)
             if status not in REFUSALS:
-                raise Lost(f"{self.server['base_url']}: {said}") from None
-            raise Refused(said) from None
+                raise Lost(f"{self.server['base_url']}: {message}") from None
+            raise Refused(message) from None

@@ -89,12 +89,13 @@ def attend_spans(q, keys, values, lengths, tables, parts, sums, scale, C, spans,
         tl.store(sums + at, top + tl.log(total), g < G)
 
 
-def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
-         strength: Tensor) -> Tensor:
-    """engine.delta.step: matrices (S, H, K, V) are float32, decay and strength (B, H)."""
+def rule_step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
+              decay: Tensor, strength: Tensor) -> Tensor:
+    """As engine.delta.rule_step, with matrices (S, H, K, V) in float32, and decay and
+    strength (B, H)."""
     (B, J, K), (H, V) = k.shape, v.shape[1:]
     out = torch.empty(B, H, V, dtype=v.dtype, device=v.device)
-    delta_step[(B, H, triton.cdiv(V, COLUMNS))](
+    rule_step_kernel[(B, H, triton.cdiv(V, COLUMNS))](
         matrices, slots, q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous(),
         strength.contiguous(), out, K ** -0.5, H, J, K, V, triton.next_power_of_2(K),
         COLUMNS)
@@ -102,9 +103,9 @@ def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay
 
 
 @triton.jit
-def delta_step(matrices, slots, q, k, v, decay, strength, out, scale,
-               H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-               WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+def rule_step_kernel(matrices, slots, q, k, v, decay, strength, out, scale,
+                     H: tl.constexpr, J: tl.constexpr, K: tl.constexpr,
+                     V: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
     """One request, value head, and some columns of its matrix."""
     b, h = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, WIDE)

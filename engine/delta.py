@@ -146,8 +146,8 @@ def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs:
     return out.index_select(0, runs.places).to(dtype), torch.cat(ends)
 
 
-def step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
-         strength: Tensor) -> Tensor:
+def rule_step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
+              decay: Tensor, strength: Tensor) -> Tensor:
     """One token each of B requests: the output (B, H, V). Their matrices, `slots` (B,) of
     `matrices` (S, H, K, V), are changed in place."""
     (J, K), H, dtype = k.shape[1:], v.shape[1], v.dtype

@@ -194,7 +194,7 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": model.rank,
+        "r": model.lora_rank,
         "lora_alpha": model.alpha,
         "target_modules": sorted({name.split(".")[-1] for name, _ in model.adapted()}),
     })

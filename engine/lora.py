@@ -36,7 +36,7 @@ class Linear(nn.Linear):
 
 class Adaptable(nn.Module):
     """A model whose `Linear` layers can have adapters."""
-    rank = 0  # the adapters' rank; 0 without any
+    lora_rank = 0  # the adapters' rank; 0 without any
 
     def adapted(self) -> list[tuple[str, Linear]]:
         """(name, layer) of those that can have adapters: all large ones but the head."""
@@ -54,7 +54,7 @@ class Adaptable(nn.Module):
         learning rate hardly depends on the rank."""
         generator = torch.Generator().manual_seed(seed)
         self.requires_grad_(False)
-        self.rank, self.alpha = rank, alpha
+        self.lora_rank, self.alpha = rank, alpha
         for _, layer in self.adapted():
             bound = layer.in_features ** -0.5
             A = torch.empty(rank, layer.in_features).uniform_(
@@ -76,7 +76,7 @@ class Adaptable(nn.Module):
             yield
         finally:
             for _, layer in self.adapted():
-                layer.scale = self.alpha / self.rank
+                layer.scale = self.alpha / self.lora_rank
 
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +86,7 @@ class Adaptable(nn.Module):
         layers = {f"{name}.weight": layer for name, layer in self.adapted()}
         for name, weight in self.weights().items():
             weight = full_tensor(weight.detach())
-            if self.rank and name in layers:
+            if self.lora_rank and name in layers:
                 layer = layers[name]
                 product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
                 weight = weight.float() + layer.scale * product

@@ -114,9 +114,9 @@ class Pack:
     reference: Tensor | None = None  # (N), those of pi_ref, for a KL term
 
 
-def packs(rows: list, memory, world, device) -> list[Pack]:
-    """This rank's share of the rows, as micro-batches on the device. `memory` is a Plan."""
-    plan = memory.for_packs
+def packs(rows: list, plan, world, device) -> list[Pack]:
+    """This rank's share of the rows, as micro-batches on the device. `plan` is a Plan."""
+    plan = plan.for_packs
     shares = micro_batches(rows, plan.row, plan.attention_cost, plan.seen_cost,
                            world.rank, world.size)
     return [collate(share, device) for share in shares]

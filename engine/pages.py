@@ -28,11 +28,11 @@ from engine.attention import causal, linear_float32, lower_right
 from engine.device import free_bytes
 from engine.states import STATES_PER_WINDOW, States, StepRows, state_bytes, zeros
 
-decode, delta_step = None, delta.step
+decode, rule_step = None, delta.rule_step
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
     with contextlib.suppress(ImportError):
         from engine.decode import decode
-        from engine.decode import step as delta_step
+        from engine.decode import rule_step
 
 MOST_GAP = 0.1  # of log-probabilities; rounding to bfloat16 makes about 0.01
 # Numbers of requests for which a CUDA graph is made, up to the largest batch.
@@ -234,7 +234,7 @@ class GatheredRows:
 
         state_B = torch.tensor([request.state for request, _ in decoding],
                                dtype=torch.int64, device=self.pool.device)
-        rows = StepRows(attend, delta.step, self.states, state_B, others)
+        rows = StepRows(attend, delta.rule_step, self.states, state_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
@@ -321,7 +321,7 @@ class FlashPages:
             out = prompts.attend(layer, q, torch.empty_like(q))
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        rows = StepRows(attend, delta_step, self.states, ids_N[:0], step)
+        rows = StepRows(attend, rule_step, self.states, ids_N[:0], step)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
         return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
@@ -381,6 +381,6 @@ class FlashPages:
             out = decode(q, *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
-        rows = StepRows(attend, delta_step, self.states, inputs[:, 2].long(), [])
+        rows = StepRows(attend, rule_step, self.states, inputs[:, 2].long(), [])
         hidden_BD = self.model.hidden(ids_B[None], pos_B[None], rows)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

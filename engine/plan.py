@@ -31,9 +31,9 @@ WINDOW_STEP = 1024  # a window that is made shorter is a multiple of this
 class Sizes(NamedTuple):
     """How many parameters a decoder has."""
     model: int  # without adapters
-    table: int  # embedding and head, which are one matrix if they are tied
+    embedding: int  # embedding and head, which are one matrix if they are tied
     layer: int  # the largest
-    ends: int  # rows and columns of the matrices that adapters are for
+    adapter: int  # of adapters of rank 1
 
     @classmethod
     def of(cls, model) -> "Sizes":
@@ -42,19 +42,20 @@ class Sizes(NamedTuple):
             return sum(weight.numel() for weight in part.parameters())
 
         layers = [count(block) for block in model.model["layers"]]
-        table = count(model) - sum(layers) - count(model.model["norm"])
-        ends = sum(layer.in_features + layer.out_features for _, layer in model.adapted())
-        return cls(count(model), table, max(layers), ends)
+        embedding = count(model) - sum(layers) - count(model.model["norm"])
+        adapted = [layer for _, layer in model.adapted()]
+        adapter = sum(layer.in_features + layer.out_features for layer in adapted)
+        return cls(count(model), embedding, max(layers), adapter)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A run's needs. Trained weights and gradients are float32. Activations, frozen weights
-    and the sampler have the type `dtype`. `rank` 0 trains all weights."""
+    and the sampler have the type `dtype`. `lora_rank` 0 trains all weights."""
     config: Any  # the DecoderConfig of model.py, which this file does not import
     sizes: Sizes
     window: int  # tokens of the longest conversation
-    rank: int
+    lora_rank: int
     dtype: torch.dtype
     have: int  # bytes of the device
     recompute_above: float = math.inf  # tokens of a pass with activation checkpointing
@@ -123,7 +124,7 @@ class Plan:
         # also the result.
         normed = 4 if family.offset_norm else size
         if is_cpu:
-            normed = 4 if self.rank else 8
+            normed = 4 if self.lora_rank else 8
         # Two norms and the inputs of linear layers; gate, up, SiLU and product.
         mlp = 2 * hidden * (normed + size) + 4 * inner * size
         # Queries, keys, values and attention's output. A gate adds itself and the product.
@@ -154,7 +155,7 @@ class Plan:
         logits = min(LARGEST_LOGITS[self.device], self.row * self.config.vocab_size * 4)
         head = 2 * logits + 3 * self.row * hidden * size
         # The head's gradient is the first, and is float32.
-        whole = 0 if self.rank else 4 * self.config.vocab_size * hidden
+        whole = 0 if self.lora_rank else 4 * self.config.vocab_size * hidden
         most = self.row * kept + max(head, self.row * running) + whole
         return most if self.for_packs == self else max(most, self.for_packs.activations())
 
@@ -170,16 +171,16 @@ class Plan:
         """Bytes of each part on each of `ranks`, which has a share of the trained model and
         a sampler of its own."""
         sizes, size = self.sizes, self.dtype.itemsize
-        adapters = self.rank * sizes.ends
+        adapters = self.lora_rank * sizes.adapter
         # What is complete at a time of a sharded model: the embedding, two layers to
         # compute with, gradients of one, and the same in float32 to sum them over ranks.
-        gathered = (sizes.table + 2 * sizes.layer) * size
+        gathered = (sizes.embedding + 2 * sizes.layer) * size
         trained, weights = adapters, sizes.model * size + 4 * adapters
-        if not self.rank:
-            gathered += (sizes.table + sizes.layer) * (size + 4)
+        if not self.lora_rank:
+            gathered += (sizes.embedding + sizes.layer) * (size + 4)
             trained, weights = sizes.model, 4 * sizes.model
-        casts = ranks > 1 or (not self.rank and size != 4)
-        copies = casts or (self.rank and not self.apart)
+        casts = ranks > 1 or (not self.lora_rank and size != 4)
+        copies = casts or (self.lora_rank and not self.apart)
         parts = {
             "weights": weights // ranks,
             "reference": self.reference * sizes.model * size // ranks,
@@ -205,7 +206,7 @@ class Plan:
         adapters on one rank, the sampler also has no copy of the frozen weights. If none
         fits, the last try."""
         changes = [{}, {"recompute_above": SHORT}, {"recompute_above": 0}]
-        if self.rank and ranks == 1:
+        if self.lora_rank and ranks == 1:
             changes.append({"recompute_above": 0, "apart": True})
         longest = (self.window - 1) // WINDOW_STEP * WINDOW_STEP
         windows = [self.window, *range(longest, LEAST_WINDOW - 1, -WINDOW_STEP)]
@@ -213,7 +214,7 @@ class Plan:
                  for window in windows for change in changes]
         return next((plan for plan in tries if plan.fits(ranks)), tries[-1])
 
-    def table(self) -> str:
+    def described(self) -> str:
         """For people: what this run takes on one device and on each of eight, with the
         longest window that fits, and how many of these the cache holds."""
         columns = [["devices", "window", *self.need(), "sum", "cached windows"]]
@@ -224,20 +225,21 @@ class Plan:
                 n, f"{plan.window:,}" if plan.fits(n) else "does not fit",
                 *map(readable, need.values()), readable(sum(need.values())), windows])
         return "\n".join([
-            f"{self.sizes.model:,} parameters, {self.rank * self.sizes.ends:,} in adapters",
+            f"{self.sizes.model:,} parameters, "
+            f"{self.lora_rank * self.sizes.adapter:,} in adapters",
             f"the device has {readable(self.have)}",
             *("{:16}{:<16}{}".format(*row) for row in zip(*columns))])
 
 
-def plan_of(config, model, limits, have: int) -> Plan:
-    """The plan of a run with these flags, whose trees have these limits (an RLMConfig).
+def plan_of(config, model, rlm_config, have: int) -> Plan:
+    """The plan of a run with these flags, and trees of this RLMConfig.
     `model` is the decoder, which may be on meta."""
     device, dtype = DEVICE, compute_dtype(config.model)
     if config.card:  # a GPU that need not be here; CUDA takes one of its GB
         device, dtype, have = "cuda", torch.bfloat16, (config.card - 1) * GIB
-    nodes = max(config.questions * config.group, config.heldout) * limits.max_nodes
-    return Plan(model.config, Sizes.of(model), limits.window, config.lora_rank, dtype, have,
-                device=device, most_windows=min(nodes, MOST_WINDOWS),
+    nodes = max(config.questions * config.group, config.heldout) * rlm_config.max_nodes
+    return Plan(model.config, Sizes.of(model), rlm_config.window, config.lora_rank, dtype,
+                have, device=device, most_windows=min(nodes, MOST_WINDOWS),
                 reference=bool(config.kl and not config.lora_rank))
 
 

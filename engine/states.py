@@ -62,12 +62,12 @@ class States:
 class StepRows:
     """The tokens of a step of the sampler: one each of B requests that decode, whose states
     are `decoding` (B,), then those of `prompts`, a list of (request, tokens). It has the
-    methods of engine.attention.Rows. `attend` is given, and `step`, which computes the
+    methods of engine.attention.Rows. `attend` is given, and `rule_step`, which computes the
     delta rule for one token."""
 
-    def __init__(self, attend: Callable, step: Callable, states: States | None,
+    def __init__(self, attend: Callable, rule_step: Callable, states: States | None,
                  decoding: Tensor, prompts: list):
-        self.attend, self.step = attend, step
+        self.attend, self.rule_step = attend, rule_step
         self.states, self.decoding, self.prompts = states, decoding, None
         if not prompts or states is None:
             return
@@ -104,7 +104,7 @@ class StepRows:
         inputs, matrices, outs = [x[0] for x in inputs], self.states.matrices[layer], []
         B = len(self.decoding)
         if B:
-            outs.append(self.step(matrices, self.decoding, *(x[:B] for x in inputs)))
+            outs.append(self.rule_step(matrices, self.decoding, *(x[:B] for x in inputs)))
         if self.prompts is not None:
             out, ends = rule(*(x[B:] for x in inputs), self.runs, matrices[self.prompts])
             matrices.index_copy_(0, self.prompts, ends[self.runs.last])

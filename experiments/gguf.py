@@ -75,23 +75,23 @@ def tie(tensors: dict) -> None:
 
 def read_model(fields: dict, tensors: dict) -> Decoder:
     family = fields["general.architecture"]
-    said = {name.removeprefix(f"{family}."): value for name, value in fields.items()}
-    if family not in ("llama", "qwen2", "qwen3") or "rope.scaling.type" in said:
+    given = {name.removeprefix(f"{family}."): value for name, value in fields.items()}
+    if family not in ("llama", "qwen2", "qwen3") or "rope.scaling.type" in given:
         raise ValueError(f"not supported: architecture {family}, or its scaled positions")
-    layers, heads = said["block_count"], said["attention.head_count"]
-    head_dim = said.get("attention.key_length", said["embedding_length"] // heads)
+    layers, heads = given["block_count"], given["attention.head_count"]
+    head_dim = given.get("attention.key_length", given["embedding_length"] // heads)
     model = Decoder.on_meta(DecoderConfig(
         model_type=family,
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
-        hidden_size=said["embedding_length"],
-        intermediate_size=said["feed_forward_length"],
+        hidden_size=given["embedding_length"],
+        intermediate_size=given["feed_forward_length"],
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=said["attention.head_count_kv"],
+        num_key_value_heads=given["attention.head_count_kv"],
         head_dim=head_dim,
-        max_position_embeddings=said["context_length"],
-        rope_theta=said["rope.freq_base"],
-        rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
+        max_position_embeddings=given["context_length"],
+        rope_theta=given["rope.freq_base"],
+        rms_norm_eps=given["attention.layer_norm_rms_epsilon"],
         tie_word_embeddings="output.weight" not in tensors))
 
     known = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
@@ -112,19 +112,19 @@ def read_model(fields: dict, tensors: dict) -> Decoder:
 
 
 def read_tokenizer(fields: dict) -> Tokenizer:
-    said = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
-    if said.get("pre") not in CUTS:
-        raise ValueError(f"not supported: tokenizer {said['model']}, pre {said.get('pre')}")
-    tokens, kinds = said["tokens"], said["token_type"]  # unused ones pad the embedding
+    given = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
+    if given.get("pre") not in CUTS:
+        raise ValueError(f"no tokenizer {given['model']}, pre {given.get('pre')}")
+    tokens, kinds = given["tokens"], given["token_type"]  # unused ones pad the embedding
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {str(i): {"content": tokens[i], "special": kind == TokenType.CONTROL, **flags}
              for i, kind in enumerate(kinds)
              if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)}
-    config = {"added_tokens_decoder": added, "eos_token": tokens[said["eos_token_id"]],
+    config = {"added_tokens_decoder": added, "eos_token": tokens[given["eos_token_id"]],
               "chat_template": fields.get("tokenizer.chat_template")}
     vocab = {tokens[i]: i for i, kind in enumerate(kinds) if kind == TokenType.NORMAL}
-    merges = [tuple(pair.split(" ")) for pair in said["merges"]]
-    return Tokenizer(vocab, merges, config, cut=CUTS[said["pre"]])
+    merges = [tuple(pair.split(" ")) for pair in given["merges"]]
+    return Tokenizer(vocab, merges, config, cut=CUTS[given["pre"]])
 
 
 def main(name: str, out: Path) -> None:

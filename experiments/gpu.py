@@ -114,7 +114,7 @@ def update(model: Decoder, rank: int = 0, above: int = 0) -> None:
     one_step()  # it may compile
     seconds = min(clock(one_step) for _ in range(3))
     plan = Plan(c, sizes, length, rank, torch.bfloat16, 0, recompute_above=above)
-    layers, head = sizes.model - sizes.table, c.vocab_size * c.hidden_size
+    layers, head = sizes.model - sizes.embedding, c.vocab_size * c.hidden_size
     attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
     rate = len(rows) * length / seconds
     matrices = 4 if rank else 6  # frozen ones have no gradient

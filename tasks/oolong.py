@@ -27,8 +27,8 @@ def score(task, answer):
     kind, gold = task.answer["type"], task.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
-        said = [phrase for phrase in PHRASES if phrase in text]
-        return float(len(said) == 1 and gold.startswith(said[0]))
+        found = [phrase for phrase in PHRASES if phrase in text]
+        return float(len(found) == 1 and gold.startswith(found[0]))
     if kind == "NUMERIC":
         number = re.fullmatch(r"-?[0-9]{1,9}", text)
         return 0.75 ** abs(int(text) - int(gold)) if number else 0.0

@@ -102,7 +102,7 @@ def score(task, answer):
 
 def exact(task, answer, root=None):
     """SQuAD's exact match."""
-    return best(lambda said, gold: tokens(said) == tokens(gold), answer, task.answer)
+    return best(lambda given, gold: tokens(given) == tokens(gold), answer, task.answer)
 
 
 def right_answer(task):

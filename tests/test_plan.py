@@ -32,7 +32,7 @@ def of_family(family, **changes):
 
 def of(config=QWEN3_4B, **changes):
     fields = {"config": config, "sizes": Sizes.of(Decoder.on_meta(config)),
-              "window": 8192, "rank": 0, "dtype": torch.bfloat16, "recompute_above": 0,
+              "window": 8192, "lora_rank": 0, "dtype": torch.bfloat16, "recompute_above": 0,
               "have": 141 * GB}
     return Plan(**fields | changes)
 
@@ -57,7 +57,7 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
         assert not any(need.values())
     alone = of(device="cuda", have=79 * GIB).fitted()
     assert not alone.fits(1)
-    _, adapters = of(device="cuda", rank=16).kept_bytes
+    _, adapters = of(device="cuda", lora_rank=16).kept_bytes
     assert adapters == pytest.approx(133_128, rel=0.05)
 
 
@@ -65,7 +65,7 @@ def test_the_rows_for_qwen3_4b_on_a_card_by_hand():
 @pytest.mark.parametrize("rank, tied", [(0, False), (16, True)])
 def test_it_counts_the_parameters_that_there_are(rank, tied, family):
     config = of_family(family, tie_word_embeddings=tied)
-    model, need = Decoder(config), of(config, rank=rank, dtype=torch.float32).need()
+    model, need = Decoder(config), of(config, lora_rank=rank, dtype=torch.float32).need()
     if rank:
         model.add_lora(rank, 32.0)
     assert need["weights"] == 4 * sum(w.numel() for w in model.parameters())
@@ -112,7 +112,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
     The rows are 512 tokens, or share so many that they count as that."""
     monkeypatch.setattr(plan, "LEAST_ROW", 512)
     two = of_family(family, num_hidden_layers=2)
-    keeps = {"rank": rank, "dtype": dtype, "recompute_above": math.inf}
+    keeps = {"lora_rank": rank, "dtype": dtype, "recompute_above": math.inf}
     cost = of(two, **keeps).seen_cost * (shared > 0)
     number = int((512 - shared) / (16 + cost * (shared + 16)))
     rows = [[0] * shared + [1 + i] * 16 for i in range(number)]
@@ -140,7 +140,7 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
 
 
 def test_only_rows_longer_than_a_short_pack_are_computed_again():
-    plan = of(window=32_768, rank=16, device="cuda", recompute_above=SHORT)
+    plan = of(window=32_768, lora_rank=16, device="cuda", recompute_above=SHORT)
     rows = [Row([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
     short = plan.for_packs
     packs = micro_batches(rows, short.row, short.attention_cost, short.seen_cost)
@@ -179,7 +179,8 @@ def test_the_longest_window_that_fits_with_the_least_change(
                  for above, apart in every]
         return [plan for plan in plans[:changes] if plan.fits(ranks)]
 
-    wants = of(config, window=30_000, rank=rank, recompute_above=math.inf, device="cuda")
+    wants = of(config, window=30_000, lora_rank=rank, recompute_above=math.inf,
+               device="cuda")
     seen = set()
     for part in range(1, 400):
         wanted = replace(wants, have=part * most // 400)

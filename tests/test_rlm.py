@@ -480,7 +480,7 @@ def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
     RLMConfig(max_turns=3, limits=Limits(seconds=1.5)).save(tmp_path / "rlm.json")
     more = tmp_path / "more.json"
     more.write_text('{"seconds": 7, "limits": {"output_chars": 9}}')
-    changed = load_config(str(tmp_path), changes=str(more))
+    changed = load_config(str(tmp_path), rlm_file=str(more))
     assert changed == RLMConfig(max_turns=3, seconds=7,
                                 limits=Limits(seconds=1.5, output_chars=9))
     for text in ('{"turns": 2}', '{"max_turns": "2"}', '{"limits": {"second": 1}}',
@@ -488,7 +488,7 @@ def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
                  '{"style": "breif"}', "[1]"):
         more.write_text(text)
         with pytest.raises(ValueError, match="more.json: "):
-            load_config(str(tmp_path), changes=str(more))
+            load_config(str(tmp_path), rlm_file=str(more))
 
 
 @pytest.mark.parametrize("path", [(), (0,)])

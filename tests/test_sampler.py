@@ -188,7 +188,7 @@ def attention(request, monkeypatch):
 IN_INTERPRETER = """
 import random, torch
 import engine.decode as kernels
-from engine.delta import step
+from engine.delta import rule_step
 from test_sampler import slow_decode
 
 torch.manual_seed(0)
@@ -219,8 +219,8 @@ for case in range(25):
     q, k = torch.randn(2, B, J, E)
     v, decay, strength = torch.randn(B, H, V), -torch.rand(B, H), torch.rand(B, H)
     plain = matrices.clone()
-    want = step(plain, slots, q, k, v, decay, strength)
-    got = kernels.step(matrices, slots, q, k, v, decay, strength)
+    want = rule_step(plain, slots, q, k, v, decay, strength)
+    got = kernels.rule_step(matrices, slots, q, k, v, decay, strength)
     assert (got - want).abs().max() < 1e-5, case
     assert (matrices - plain).abs().max() < 1e-5, case
 """
@@ -585,7 +585,7 @@ types = {"scale": "fp32", "C": "i32", "spans": "i32", "lengths": "*i32", "tables
          "parts": "*fp32", "sums": "*fp32", "matrices": "*fp32", "slots": "*i64",
          "decay": "*fp32"}
 for kernel, sizes in [(kernels.attend_spans, qwen3), (kernels.merge_spans, qwen3),
-                      (kernels.attend_spans, qwen35), (kernels.delta_step, delta)]:
+                      (kernels.attend_spans, qwen35), (kernels.rule_step_kernel, delta)]:
     names = kernel.arg_names
     constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
     signature = {name: "constexpr" if name in sizes else types.get(name, "*bf16")

@@ -182,7 +182,7 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
     config = load_config(str(short_run / "warmup"))
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
     root = opened(questions.draw("grpo", 0), tokenizer, config)
-    assert f"takes {len(root.ids):,} of them" in out and root.said[-1].text in out
+    assert f"takes {len(root.ids):,} of them" in out and root.conversation[-1].text in out
     assert f"{len(questions.rows)} questions to train on" in out
     assert "gold answers score 1.000, the worst 1.000" in out
 
@@ -369,7 +369,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     tokenizer = Tokenizer.from_pretrained(short_run / "init")
     for node in given.nodes:
         assert len(node.ids) <= given.plan.window
-        sampled = [t.ids for t in node.turns if t.sampled]
+        sampled = [t.ids for t in node.turns if t.is_sampled]
         texts = [t.text for t in node.turns if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
     for tree in trees:

@@ -22,7 +22,7 @@ class Clock:
     def start(self) -> None:
         self.began, self.in_model = time.monotonic(), self.stats["seconds"]
 
-    def sampled(self) -> None:
+    def rollouts_done(self) -> None:
         """From here on the step updates the weights."""
         self.updating = time.monotonic()
         self.sample_s = self.stats["seconds"] - self.in_model

@@ -126,28 +126,28 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
 
     def pack_turn(turn: Turn, example: bool) -> dict:
         role = f"example {turn.role}" if example else turn.role
-        row = {"role": role, "text": shown(turn.text)}
+        row = {"role": role, "text": short_text(turn.text)}
         if turn.logprobs and tokenizer:
             row["tokens"] = [(tokenizer.decode([i]), rounded(logprob))
                              for i, logprob in zip(turn.ids, turn.logprobs)]
         return row
 
     def pack_node(node: Node) -> dict:
-        seen = node.turns if node.path else node.said  # each child is shown the same
+        seen = node.turns if node.path else node.conversation  # all show the same
         examples = len(seen) - len(node.turns)
         return {
             "name": node.name, "depth": node.depth,
             "end": f"{node.end}: {node.reason}" if node.reason else node.end,
             "n": node.sampled + node.counted, "errors": len(node.errors),
-            "adv": rounded(advantages.get(node)), "answer": shown(node.answer),
+            "adv": rounded(advantages.get(node)), "answer": short_text(node.answer),
             "children": [place[child] for child in node.children],
             "asked_in": node.asked_in,
             "turns": [pack_turn(turn, 0 < i <= examples) for i, turn in enumerate(seen)]}
 
     return {
-        "name": label, "group": rollout.group, "query": shown(rollout.task.query),
-        "gold": shown(rollout.task.answer), "reward": rounded(rollout.reward),
-        "score": rounded(rollout.root.score), "failed": shown(rollout.failed),
+        "name": label, "group": rollout.group, "query": short_text(rollout.task.query),
+        "gold": short_text(rollout.task.answer), "reward": rounded(rollout.reward),
+        "score": rounded(rollout.root.score), "failed": short_text(rollout.failed),
         "nodes": [pack_node(node) for node in nodes]}
 
 
@@ -156,6 +156,6 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A value as text, cut to MOST_TEXT."""
     return cut(as_text(value), MOST_TEXT)

@@ -259,7 +259,7 @@ class Run:
         name = f"{state.phase}-{state.step:06}"
         path = os.path.join(self.out, checkpoint.FOLDER, name)
         with checkpoint.writing(path, self.world) as aside:
-            self._save(model, aside, not model.rank, True)
+            self._save(model, aside, not model.lora_rank, True)
             if state.step:  # before the first step it has nothing to save
                 checkpoint.save_optimizer(
                     model, optimizer, os.path.join(aside, "optimizer"))
@@ -282,7 +282,7 @@ class Run:
             model.save_pretrained(aside, dtype)
         elif weights:
             deque(model.merged(), maxlen=0)
-        if adapter and model.rank:
+        if adapter and model.lora_rank:
             # A run may be renamed: its own weights are named from where the adapters are.
             folder, base = os.path.join(aside, "adapter"), frozen(self.config, self.state)
             base = os.path.abspath(base)
@@ -324,7 +324,7 @@ def thinned(rollout: Rollout) -> Rollout:
         turns = []
         for turn in node.turns:
             logprobs = turn.logprobs and tuple(round(p, 4) for p in turn.logprobs)
-            ids = turn.ids if turn.sampled else ()
+            ids = turn.ids if turn.is_sampled else ()
             turns.append(replace(turn, ids=ids, logprobs=logprobs))
         return replace(node, turns=turns, children=[thin(c) for c in node.children])
 

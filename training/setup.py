@@ -100,8 +100,9 @@ def prepare(config: Config, world: World, objective: Callable,
     source = state.checkpoint or weights  # of tokenizer and rlm.json
     tokenizer = Tokenizer.from_pretrained(source)
     shape = DecoderConfig.read(os.path.join(weights, "config.json"))
-    changes = "" if state.checkpoint else config.rlm  # a checkpoint has them
-    rlm_config = load_config(source, shape.max_position_embeddings, config.sandbox, changes)
+    positions = shape.max_position_embeddings
+    rlm_file = "" if state.checkpoint else config.rlm  # a checkpoint has them
+    rlm_config = load_config(source, positions, config.sandbox, rlm_file)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
@@ -120,13 +121,13 @@ def announce(setup: Setup, wanted: Plan) -> None:
     as the model will read it."""
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
-        print(wanted.table())
+        print(wanted.described())
     root = opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
     print(settings.announced(config, setup.rlm_config, plan))
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
     print(f"a window of {plan.window:,} tokens; the first prompt {used}")
     if config.plan:
-        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.said]
+        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.conversation]
         print(printable("\n".join([questions.described(), *prompt])))
     else:
         print(f"what is interrupted continues with: {resuming(config, setup.world)}")

@@ -50,7 +50,7 @@ class Watch:
 
     def forgot(self) -> float:
         """In [0, 1], the same on all ranks."""
-        changes = []
+        forgotten = []
         for pack, before, after in zip(self.packs, self.before, self.logprobs()):
             rows = (after - before).double().split(pack.sampled)
             for depth, part in zip(pack.depths, rows):
@@ -58,10 +58,11 @@ class Watch:
                 # A NaN counts as forgotten, not as 0.
                 change = part.sum().nan_to_num(-math.inf).item()
                 share = -math.expm1(min(0.0, change))
-                changes.append((depth, share - by_rounding))
+                forgotten.append((depth, share - by_rounding))
         lost = defaultdict(list)
-        for depth, share in [pair for part in self.world.gather(changes) for pair in part]:
-            lost[depth].append(share)
+        for part in self.world.gather(forgotten):
+            for depth, share in part:
+                lost[depth].append(share)
         return max([0.0, *(sum(each) / len(each) for each in lost.values())])
 
 

@@ -109,16 +109,16 @@ async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: s
     """`await one(*item)` for all items, in order, up to `at_once` at a time. Without a
     label there is no bar. Where stderr is no terminal, lines take its place."""
     gate, done = asyncio.Semaphore(at_once), []
-    said = time.monotonic()
+    printed_at = time.monotonic()
 
     async def gated(item: tuple) -> Any:
-        nonlocal said
+        nonlocal printed_at
         async with gate:
             result = await one(*item)
         bar.update()
         done.append(item)
-        if label and bar.disable and time.monotonic() - said > EVERY_SECONDS:
-            said = time.monotonic()
+        if label and bar.disable and time.monotonic() - printed_at > EVERY_SECONDS:
+            printed_at = time.monotonic()
             print(f"{label}: {len(done)} of {len(items)}")
         return result
 
