@@ -388,6 +388,6 @@ def open_checkpoint(path: str) -> Decoder:
     model = Decoder.from_pretrained(base, compute_dtype(base), DEVICE)
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])
-        hf.load_adapter(model, os.path.join(path, "adapter"), base)
+        hf.load_adapter(model, os.path.join(path, "adapter"))
         return model.merged_copy()
     return model

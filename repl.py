@@ -381,10 +381,7 @@ class Builtins:
             self.FINAL(variables[name])
         if not name.isidentifier() or any(name is v for v in variables.values()):
             self.FINAL(name)
-        known = [name for name, value in variables.items() if not name.startswith("_")
-                 and name not in self.worker.reserved and value is not self.worker.answer]
-        raise NameError(f"FINAL_VAR: there is no variable {name!r}; there are: "
-                        f"{', '.join(known[:50]) or 'none'}")
+        raise NameError(f"FINAL_VAR: there is no variable {name!r}")
 
     def llm_query(self, prompt: str) -> str:
         """Ask the model one question; it sees nothing but the prompt."""

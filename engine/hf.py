@@ -4,7 +4,6 @@ What does not fit is refused with one line that names the file and what is wrong
 Left out: any format but safetensors, and quantised weights.
 """
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -156,16 +155,16 @@ def read_tensors(files: list[str],
 
 
 def write_tensors(path: str, name: str, tensors: Iterable[tuple[str, Tensor]],
-                  dtype: torch.dtype, more: dict = {}) -> None:
+                  dtype: torch.dtype) -> None:
     """Write the file `name` in the directory `path`, after the last tensor was iterated
-    over. `more` is metadata. Raises OSError if the disk is full."""
+    over. Raises OSError if the disk is full."""
     stored = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
     os.makedirs(path, exist_ok=True)
     file = os.path.join(path, name)
     open(file, "wb").close()
     mode = os.stat(file).st_mode  # save_file would let nobody but this user read it
     try:
-        save_file(stored, file, metadata={"format": "pt", **more})
+        save_file(stored, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from None
     os.chmod(file, mode)
@@ -188,8 +187,7 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
                for name, weight in model.adapters().items()]
     if not write:
         return
-    seen = os.path.normpath(os.path.join(path, base))  # before there is a directory `path`
-    write_tensors(path, ADAPTER, tensors, torch.float32, {"base": last_bytes(seen)})
+    write_tensors(path, ADAPTER, tensors, torch.float32)
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -201,16 +199,12 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
 
 
 @torch.no_grad()
-def load_adapter(model, path: str, base: str) -> None:
-    """Fill the model's adapters, of the same rank, from files. Raises like read_tensors,
-    and ValueError if they were trained beside other weights than those in `base`."""
-    file = os.path.join(path, ADAPTER)
-    with _open(file) as tensors:
-        if (tensors.metadata() or {}).get("base") != last_bytes(base):
-            raise ValueError(f"{path} was not trained beside the weights in {base}")
+def load_adapter(model, path: str) -> None:
+    """Fill the model's adapters, of the same rank, from files. Raises like read_tensors.
+    That they were trained beside other weights of the same shapes goes unnoticed."""
     places = {f"base_model.model.{name}.weight": weight
               for name, weight in model.adapters().items()}
-    for name, tensor in read_tensors([file], places):
+    for name, tensor in read_tensors([os.path.join(path, ADAPTER)], places):
         place = places[name]
         place.copy_(local_share(tensor.to(place.device), place))
 
@@ -220,10 +214,3 @@ def adapter_config(path: str) -> dict:
     file = os.path.join(path, "adapter", ADAPTER_CONFIG)
     alone = os.path.exists(file) and not os.path.exists(os.path.join(path, CONFIG))
     return read_json(file) if alone else {}
-
-
-def last_bytes(path: str) -> str:
-    """A checksum of the end of the weights' file, to tell weights of one shape apart."""
-    with open(weight_files(path)[-1], "rb") as file:
-        file.seek(-min(2 ** 16, os.path.getsize(file.name)), os.SEEK_END)
-        return str(zlib.crc32(file.read()))

@@ -59,11 +59,6 @@ def test_adapters_of_a_renamed_run_open_on_their_own_weights(
     shutil.copytree(short_run / "init", first / "warmup")  # of another run
     found = dict(open_checkpoint(str(second / "checkpoints" / last)).named_parameters())
     assert all(torch.equal(found[name], weight) for name, weight in want.items())
-    (second / "checkpoints" / last).rename(first / last)
-    (first / "checkpoints").mkdir()
-    (first / last).rename(first / "checkpoints" / last)
-    with pytest.raises(ValueError, match="not trained beside"):
-        open_checkpoint(str(first / "checkpoints" / last))
 
 
 def fields_of(value, path=()):

@@ -167,7 +167,7 @@ def test_what_is_wrong_is_an_error_inside():
         "FINAL('x' * 100)": "ValueError: FINAL: the answer has 102 characters",
         "rlm_query_batched(['a'], ['b', 'c'])": "ValueError: 1 prompts but 2 contexts",
         "rlm_query_batched('a', 'text')": "TypeError",
-        "FINAL_VAR('y')": "NameError: FINAL_VAR: there is no variable 'y'; there are: x",
+        "FINAL_VAR('y')": "NameError: FINAL_VAR: there is no variable 'y'",
         "input()": "EOFError"}
     *results, last = run("x = 1", *wrong, "FINAL('x' * 98)", on_query=never,
                          answer_chars=100)

@@ -23,7 +23,7 @@ from engine.parallel import World
 from training import checkpoint, metrics, report, scores
 from training.settings import Config
 from tree import Node, Rollout, printable, render, write_rollouts
-from util import is_path, program, read_json, reading, write_json, write_text
+from util import program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -301,12 +301,8 @@ class Run:
                 "heldout_n": rows["heldout_final"]["n"],
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
-            own = self.config.task if is_path(self.config.task) else ""
-            given = {"--tasks": own, "--data": self.config.data,
-                     "--reward": self.config.reward}
-            more = "".join(f" {name} {value}" for name, value in given.items() if value)
             print(f"held out {means['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
-                  f"next: python {program('eval.py')} --model {self.path('final')}{more}")
+                  f"the model is in {self.path('final')}")
         self.world.gather(None)  # rank 0 has written all
 
     def path(self, name: str) -> str:

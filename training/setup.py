@@ -181,7 +181,7 @@ def load(setup: Setup, state: State) -> tuple[Decoder, AdamW]:
     adapter = os.path.join(state.checkpoint, "adapter")
     moments = os.path.join(state.checkpoint, "optimizer")
     if state.checkpoint and os.path.isdir(adapter):
-        hf.load_adapter(model, adapter, weights)
+        hf.load_adapter(model, adapter)
     if state.checkpoint and os.path.isdir(moments):
         checkpoint.load_optimizer(model, optimizer, moments)
     return model, optimizer
