@@ -201,7 +201,7 @@ def measure(flags: EvalConfig) -> None:
     for pair in pairs:
         print(report.difference_line(pair))
     if flags.html:
-        steps = {"": report.packed(trees.items(), tokenizer)}
+        steps = {"": report.of_trees(trees.items(), tokenizer)}
         shown = asdict(replace(flags, html="", save=""))
         write_text(flags.html, report.page("Evaluation", shown, rows, steps,
                                            differences=pairs))

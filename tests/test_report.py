@@ -36,7 +36,7 @@ def tree(text, children=0, reward=0.5, group="t", failed=""):
 def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = tree(HOSTILE, children=3), tree("plain")
     trees = [(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)]
-    packed = report.packed(trees, advantages={node: 1.25 for node in first.root.walk()})
+    packed = report.of_trees(trees, advantages={node: 1.25 for node in first.root.walk()})
     page = report.page(HOSTILE, {HOSTILE: HOSTILE}, [], {HOSTILE: packed})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
@@ -57,7 +57,7 @@ def test_sampled_tokens_carry_their_log_probability():
     root.add(Turn("user", "e", (101,)))
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
     rollout = Rollout(Task("t", "evidence", "q", None), "t", root, 1.0)
-    packed = report.packed([("x #0", rollout)], LETTERS)
+    packed = report.of_trees([("x #0", rollout)], LETTERS)
     data = data_of(report.page("", {}, [], {"": packed}))
     turns = data["trees"][0]["nodes"][0]["turns"]
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
@@ -123,8 +123,9 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]
     metrics.append({"phase": "eval", "name": "validation", "step": 2, "score": 0.75})
     page = report.page(HOSTILE, {}, [], {
-        2: report.packed([("early", early)], LETTERS, {tokens: -1.0}),
-        3: report.packed(trees, LETTERS, {node: 0.5 for node in trees[1][1].root.walk()})},
+        2: report.of_trees([("early", early)], LETTERS, {tokens: -1.0}),
+        3: report.of_trees(
+            trees, LETTERS, {node: 0.5 for node in trees[1][1].root.walk()})},
         metrics)
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     shown = subprocess.run(

@@ -125,14 +125,14 @@ def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
 def test_a_run_keeps_the_trees_of_its_last_steps(
         short_run, scripted_trees, tmp_path, monkeypatch):
     """Without contexts, but with all that --warmup and the report need."""
-    assert [path.name for path in trees_of(short_run)] == [
-        "000001.jsonl", "000001.page", "000002.jsonl", "000002.page"]
+    assert [path.name for path in trees_of(short_run)] == ["000001.jsonl", "000002.jsonl"]
     monkeypatch.setattr(training.run, "KEPT_STEPS", 2)
     run = Run(Mock(config=train.Config(out=str(tmp_path)), world=World(), began=0.0,
                    tokenizer=Tokenizer.from_pretrained(short_run / "warmup")), State())
     for run.state.step in (8, 9, 10):
         run.keep_trees(scripted_trees, grpo.credit(scripted_trees, run.config))
-    assert [path.stem for path in trees_of(tmp_path)] == ["000009"] * 2 + ["000010"] * 2
+    assert [path.stem for path in trees_of(tmp_path)] == ["000009", "000010"] == [
+        f"{step:06}" for step in run.shown]
 
     path = tmp_path / "trees" / "000010.jsonl"
     for kept, tree in zip(read_rollouts(path, Task), scripted_trees, strict=True):
@@ -451,13 +451,13 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     half = out / "checkpoints" / "grpo-000004.tmp"
     half.mkdir()  # as if it had been killed while it wrote this one
     assert {path.stem for path in trees_of(out)} == {"000001", "000002", "000003"}
-    (out / "trees" / "000009.page").write_text("")  # of a step after the checkpoint
+    (out / "trees" / "000009.jsonl").write_text("")  # of a step after the checkpoint
     assert command(train, monkeypatch, "--out", out, "--resume") is None
 
     assert len(lines(out)) == len(lines(straight)) and not half.exists()
     assert [path.name for path in trees_of(out)] == [
-        f"{step:06}.{kind}" for step in range(1, 5) for kind in ("jsonl", "page")]
-    for got, want in zip(trees_of(out)[::2], trees_of(straight)[::2]):
+        f"{step:06}.jsonl" for step in range(1, 5)]
+    for got, want in zip(trees_of(out), trees_of(straight)):
         kept = [[tree.root.ids for tree in read_rollouts(path)] for path in (got, want)]
         assert kept[0] == kept[1]
     for got, want in zip(lines(out), lines(straight)):

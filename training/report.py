@@ -42,7 +42,7 @@ CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
 def page(title: str, settings: dict, rows: list[dict], steps: dict[Any, str],
          metrics: Sequence[dict] = (), differences: Sequence[dict] = ()) -> str:
     """The page as a text. `rows` and `differences` are made by eval.py, `metrics` are the
-    lines of metrics.jsonl. `steps` has the trees of each step as `packed` made them; an
+    lines of metrics.jsonl. `steps` has the trees of each step as `of_trees` made them; an
     evaluation has one "step" with an empty name."""
     given = [f"{name} {value}" for name, value in settings.items()
              if value not in (None, "") and value is not False]
@@ -110,21 +110,22 @@ def measured(metrics: Sequence[dict]) -> dict:
 # ------------------------------------------------------------------------------------------
 # Trees
 
-def packed(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
-         advantages: dict[Node, float] = {}) -> str:
+def of_trees(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
+             advantages: dict[Node, float] = {}) -> str:
     """The (label, rollout) of a step, as the page holds them. `advantages` has those of the
     trained nodes. With a tokenizer, sampled tokens show how likely they were."""
-    rows = [pack_tree(label, rollout, tokenizer, advantages) for label, rollout in trees]
-    return deflated({"trees": rows})
+    values = [tree_values(label, rollout, tokenizer, advantages)
+              for label, rollout in trees]
+    return deflated({"trees": values})
 
 
-def pack_tree(label: str, rollout: Rollout, tokenizer,
-              advantages: dict[Node, float]) -> dict:
+def tree_values(label: str, rollout: Rollout, tokenizer,
+                advantages: dict[Node, float]) -> dict:
     """A tree as JSON values. Its nodes are a list, and name their children by place."""
     nodes = list(rollout.root.walk())
     place = {node: i for i, node in enumerate(nodes)}
 
-    def pack_turn(turn: Turn, example: bool) -> dict:
+    def turn_values(turn: Turn, example: bool) -> dict:
         role = f"example {turn.role}" if example else turn.role
         row = {"role": role, "text": short_text(turn.text)}
         if turn.logprobs and tokenizer:
@@ -132,7 +133,7 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
                              for i, logprob in zip(turn.ids, turn.logprobs)]
         return row
 
-    def pack_node(node: Node) -> dict:
+    def node_values(node: Node) -> dict:
         seen = node.turns if node.path else node.conversation  # all show the same
         examples = len(seen) - len(node.turns)
         return {
@@ -142,13 +143,14 @@ def pack_tree(label: str, rollout: Rollout, tokenizer,
             "adv": rounded(advantages.get(node)), "answer": short_text(node.answer),
             "children": [place[child] for child in node.children],
             "asked_in": node.asked_in,
-            "turns": [pack_turn(turn, 0 < i <= examples) for i, turn in enumerate(seen)]}
+            "turns": [turn_values(turn, 0 < i <= examples)
+                      for i, turn in enumerate(seen)]}
 
     return {
         "name": label, "group": rollout.group, "query": short_text(rollout.task.query),
         "gold": short_text(rollout.task.answer), "reward": rounded(rollout.reward),
         "score": rounded(rollout.root.score), "failed": short_text(rollout.failed),
-        "nodes": [pack_node(node) for node in nodes]}
+        "nodes": [node_values(node) for node in nodes]}
 
 
 def rounded(value: float | None) -> float | None:

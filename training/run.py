@@ -133,6 +133,7 @@ class Run:
         self.config, self.world, self.out = setup.config, setup.world, setup.config.out
         self.began = setup.began - state.seconds
         self.saved = self.reported = self.trimmed = time.monotonic()
+        self.shown: dict[int, str] = {}  # the trees of the last steps, for the report
         if self.world.rank == 0:
             claim(self.config)
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
@@ -175,24 +176,25 @@ class Run:
             self.report()
 
     def keep_trees(self, rollouts: list[Rollout], credit: dict) -> None:
-        """OUT/trees/STEP.jsonl, which --warmup can imitate, and STEP.page: the same as the
-        report shows it, with advantages. Those of the oldest step go."""
+        """OUT/trees/STEP.jsonl, which --warmup can imitate, and the same for the report,
+        with advantages. Those of the oldest step go."""
         if self.world.rank:
             return
         advantages = {node: statistics.fmean(given.advantages)
                       for node, given in credit.items() if given.advantages}
         trees = [(f"#{i}", tree) for i, tree in enumerate(rollouts)]
-        name = self.path(f"trees/{self.state.step:06}")
+        step = self.state.step
         os.makedirs(self.path("trees"), exist_ok=True)
-        write_text(f"{name}.page", report.packed(trees, self.setup.tokenizer, advantages))
-        write_rollouts(f"{name}.jsonl", map(thinned, rollouts))
+        write_rollouts(self.path(f"trees/{step:06}.jsonl"), map(thinned, rollouts))
+        self.shown[step] = report.of_trees(trees, self.setup.tokenizer, advantages)
+        self.shown.pop(step - KEPT_STEPS, None)
         for path in self.kept_trees():
-            if int(path.stem) <= self.state.step - KEPT_STEPS:
+            if int(path.stem) <= step - KEPT_STEPS:
                 path.unlink()
 
     def kept_trees(self) -> list[Path]:
         """The files of OUT/trees, the earliest step first."""
-        found = Path(self.path("trees")).glob("*.*")
+        found = Path(self.path("trees")).glob("*.jsonl")
         return sorted(path for path in found if path.stem.isdigit())
 
     def log_scores(self, name: str, rollouts: list[Rollout]) -> float:
@@ -211,18 +213,17 @@ class Run:
         return row["score"]
 
     def report(self) -> None:
-        """OUT/report.html: the scores, the curves, and the trees that are kept."""
+        """OUT/report.html: the scores, the curves, and the trees since the run began, or
+        was resumed."""
         if self.world.rank:
             return
         rows = [row | {"task": name} for name, row in self.state.results.items()]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             lines = [line for line in file if line.endswith("}\n")]  # not cut by a crash
             measured = [json.loads(line) for line in lines]
-        steps = {int(path.stem): path.read_text() for path in self.kept_trees()
-                 if path.suffix == ".page"}
         write_text(self.path("report.html"), report.page(
             f"Training run, step {self.state.step} of {self.config.steps}",
-            asdict(self.config), rows, steps, measured))
+            asdict(self.config), rows, self.shown, measured))
         self.reported = time.monotonic()
 
     # --- what it leaves -------------------------------------------------------------------
