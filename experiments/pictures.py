@@ -30,39 +30,33 @@ def svg(width: float, height: float, parts: list[str]) -> str:
 
 
 def text(x: float, y: float, line: str, more: str = "") -> str:
-    return (f'<text x="{x:g}" y="{y:g}" xml:space="preserve" {more}>{escape(line)}</text>')
+    return f'<text x="{x:g}" y="{y:g}" xml:space="preserve" {more}>{escape(line)}</text>'
 
 
-def mixed(advantage: float) -> str:
-    """From orange (-1) over grey to blue (1)."""
-    ends = (0xd9, 0x77, 0x06) if advantage < 0 else (0x25, 0x7a, 0xd5)
-    share = min(1.0, abs(advantage))
-    colour = [round(0x96 + share * (end - 0x96)) for end in ends]
-    return "#" + "".join(f"{part:02x}" for part in colour)
+def coloured(advantage: float) -> str:
+    """Orange below 0, blue above it; paler near 0."""
+    colour = "#d97706" if advantage < 0 else "#257ad5"
+    return f'fill="{colour}" fill-opacity="{min(1.0, 0.3 + abs(advantage)):.2f}"'
 
 
 def tree_at(x: float, y: float, rollout: Rollout, advantage: float) -> list[str]:
     """A root above its children, in one colour, and its reward below."""
-    root, colour = rollout.root, mixed(advantage)
+    root, colour = rollout.root, coloured(advantage)
     first = x - NODE_WIDTH * (len(root.children) - 1) / 2
     places = [first + NODE_WIDTH * i for i in range(len(root.children))]
     lines = [f'<path d="M{x:g} {y:g} L{place:g} {y + LEVEL:g}" stroke="{GREY}"/>'
              for place in places]
-    dots = [f'<circle cx="{place:g}" cy="{y + LEVEL:g}" r="5" fill="{colour}"/>'
+    dots = [f'<circle cx="{place:g}" cy="{y + LEVEL:g}" r="5" {colour}/>'
             for place in places]
-    return [*lines, f'<circle cx="{x:g}" cy="{y:g}" r="8" fill="{colour}"/>', *dots,
+    return [*lines, f'<circle cx="{x:g}" cy="{y:g}" r="8" {colour}/>', *dots,
             text(x, y + LEVEL + 26, f"{rollout.reward:.2f} → {advantage:+.1f}",
                  'text-anchor="middle"')]
 
 
-def spoken(node: Node, name: str) -> list[str]:
+def spoken(node: Node) -> list[str]:
     """What a node read and wrote, a line each. Fences are left out."""
-    lines = [name]
-    for turn in node.turns[1:]:
-        mark = "»" if turn.role == "assistant" else "·"
-        shown = [line for line in turn.text.split("\n") if "```" not in line]
-        lines += [f"{mark if i == 0 else ' '} {line}" for i, line in enumerate(shown)]
-    return lines
+    return [f"{'»' if turn.role == 'assistant' else '·'} {line}" for turn in node.turns[1:]
+            for line in turn.text.split("\n") if "```" not in line]
 
 
 def group(trees: list[Rollout]) -> str:
@@ -72,11 +66,11 @@ def group(trees: list[Rollout]) -> str:
     parts = [text(10, 20, f"{len(trees)} answers to: {trees[0].task.query}")]
     for i, (tree, advantage) in enumerate(zip(trees, given, strict=True)):
         parts += tree_at(75 + COLUMN * (i % 4), 50 + ROW * (i // 4), tree, advantage)
-    lines = ["reward → advantage. Orange: to become less likely. Blue: more likely.",
+    lines = ["reward → advantage. Blue: becomes more likely. Orange: less. Pale: as it was.",
              "A child has the colour of its root: only the root was scored.", ""]
     root = trees[0].root
-    lines += spoken(root, "the root of the best tree (· read, » wrote)")
-    lines += ["", *spoken(root.children[0], "its first child")]
+    lines += ["the root of the best tree (· read, » wrote)", *spoken(root)]
+    lines += ["", "its first child", *spoken(root.children[0])]
     top = 60 + ROW * 2
     parts += [text(10, top + 16 * i, line) for i, line in enumerate(lines)]
     return svg(620, top + 16 * len(lines), parts)
@@ -89,9 +83,9 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
 
     def path(values: list[float], look: str) -> str:
         means = [fmean(values[max(0, i - SPAN):i]) for i in range(1, len(values) + 1)]
-        places = [(left + width * i / (steps - 1), top + height * (1 - mean))
-                  for i, mean in enumerate(means)]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        points = " ".join(
+            f"{left + width * i / (steps - 1):.1f},{top + height * (1 - mean):.1f}"
+            for i, mean in enumerate(means))
         return f'<polyline points="{points}" fill="none" {look}/>'
 
     parts = []
@@ -103,9 +97,8 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
         # A run that ended early, with nothing left to learn from, stays where it was.
         whole = [run + run[-1:] * (steps - len(run)) for run in runs]
         mean = [fmean(values) for values in zip(*whole)]
-        look = f'stroke="{colour}"'
-        parts += [path(run, f'{look} opacity="0.35"') for run in runs]
-        parts += [path(mean, f'{look} stroke-width="3"'),
+        parts += [path(run, f'stroke="{colour}" opacity="0.35"') for run in runs]
+        parts += [path(mean, f'stroke="{colour}" stroke-width="3"'),
                   text(left + width + 12, top + 20 + 20 * i, f"{name}, {len(runs)} runs",
                        f'fill="{colour}"')]
     parts += [text(left, top + height + 20, f"reward by step of GRPO, 1 to {steps}")]
@@ -115,9 +108,9 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
 def main() -> None:
     trees = read_rollouts(str(RESULTS / "group.jsonl"), Task)
     write_text(str(RESULTS / "group.svg"), group(trees))
-    found = read_json(str(RESULTS / "main.json"))
     arms = {name: [run["reward"] for run in runs]
-            for name, runs in found.items() if isinstance(runs, list)}
+            for name, runs in read_json(str(RESULTS / "main.json")).items()
+            if isinstance(runs, list)}
     write_text(str(RESULTS / "curve.svg"), curves(arms))
 
 
