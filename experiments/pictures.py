@@ -66,7 +66,7 @@ def group(trees: list[Rollout]) -> str:
     parts = [text(10, 20, f"{len(trees)} answers to: {trees[0].task.query}")]
     for i, (tree, advantage) in enumerate(zip(trees, given, strict=True)):
         parts += tree_at(75 + COLUMN * (i % 4), 50 + ROW * (i // 4), tree, advantage)
-    lines = ["reward → advantage. Blue: becomes more likely. Orange: less. Pale: as it was.",
+    lines = ["reward → advantage. Blue becomes more likely, orange less, pale stays.",
              "A child has the colour of its root: only the root was scored.", ""]
     root = trees[0].root
     lines += ["the root of the best tree (· read, » wrote)", *spoken(root)]
