@@ -73,7 +73,7 @@ class Turn:
     role: str  # system, user or assistant
     text: str
     # The assistant's are exactly what was sampled. Those of others include the chat markup.
-    # A system turn has no ids: those of the first user turn begin with them.
+    # A system turn has none: the opening is encoded as one, and kept with the user's turn.
     ids: tuple[int, ...] = ()
     # Those of `ids`. None for a turn that nobody sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
