@@ -233,7 +233,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     """Four questions on eight ranks; and the warm-up, as its packs have to be the same."""
     here, shares, lost = threading.local(), Counter(), {1}
 
-    async def grow(job, *_):
+    async def grow(job, **_):
         shares[here.rank] += 1
         turn = Turn("assistant", "", (job.key[-1],), (0.0,))
         return Node(turns=[turn]), 0.0, "lost" * (here.rank in lost)

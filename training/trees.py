@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -40,11 +41,9 @@ async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
                   reward: Callable | None = None) -> list[Rollout]:
     """Each tree with its reward, in order. With a `world` each rank grows its share, and
     then all ranks have the same trees."""
-    async def one(job: Job) -> tuple[Node, float, str]:
-        return await grow(job, policy, tokenizer, config, reward)
-
     share = world.share(todo) if world else todo
     at_once = min(at_once, trees_at_once(config.max_nodes))
+    one = partial(grow, policy=policy, tokenizer=tokenizer, config=config, reward=reward)
     grown = await side_by_side(one, [(job,) for job in share], at_once, label)
     if world:  # every rank knows the questions, so only the trees are exchanged
         grown = [tree for part in world.gather(grown) for tree in part]
