@@ -99,9 +99,10 @@ def name_of(kind: ModuleType) -> str:
 
 
 def make(kind: ModuleType, rng: random.Random, tokens: int | None = None,
-         heldout: bool = False) -> Task:
+         heldout: bool | str = False) -> Task:
     """A generated question. `rng` decides everything, so a seed names a question. A token
-    is four characters of the context. `heldout` asks for what is never in training."""
+    is four characters of the context. `heldout` asks for what is never in training; it is
+    "validation" for questions that choose a checkpoint."""
     name = name_of(kind)
     generate = util.function_of(kind, "make")
     if tokens is not None and not hasattr(kind, "TOKENS"):

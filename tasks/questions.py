@@ -23,10 +23,10 @@ LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
 def heldout_tasks(n: int, kind: ModuleType, seed: int | str = 0, times: int = 1,
-                  length: int | None = None, heldout: bool = True) -> list[Task]:
-    """n generated questions that training never saw (or, without `heldout`, may see), of
-    this length, or about `times` as long as usual. Raises ValueError for a length that the
-    kind cannot have."""
+                  length: int | None = None, heldout: bool | str = True) -> list[Task]:
+    """n generated questions that training never saw (or, without `heldout`, may see; or, if
+    it is "validation", that choose a checkpoint), of this length, or about `times` as long
+    as usual. Raises ValueError for a length that the kind cannot have."""
     questions = []
     of_length = f" {tasks.name_of(kind)} {length}" if length else ""
     for i in range(n):
@@ -59,7 +59,8 @@ class Questions:
             return
         self.heldout = heldout_tasks(heldout, kind)
         if validation:
-            self.validation = heldout_tasks(heldout, kind, "validation", heldout=False)
+            self.validation = heldout_tasks(
+                heldout, kind, "validation", heldout="validation")
         for times in (4, 16) if hasattr(kind, "TOKENS") else ():
             self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, kind, times=times)
 

@@ -5,7 +5,8 @@ about no code can tell: a model has to read them. A message prints at most one r
 the good scripts use children. There are ways without children, which no script shows.
 
 The texts are those of CLINC150 (Larson et al., EMNLP 2019; data/README.md): what people
-would ask an assistant. Held-out questions use the texts of its test split alone.
+would ask an assistant. Questions to train on, to choose a checkpoint with and to score it
+use the texts of its three splits.
 
 Gold is {name: subject}. The score is the share of right subjects among all requests that
 the answer or the gold names. So an echo scores 0, and a guess about an eighth.
@@ -44,10 +45,11 @@ TINY = {"max_turns": 2, "limits": {"output_chars": 60}}
 
 
 def read_texts() -> dict[str, dict[str, list[str]]]:
-    """{"train" or "test": {subject: texts}}"""
+    """{"train", "val" or "test": {subject: texts}}"""
     subject_of = {domain: subject for subject, domains in SUBJECTS.items()
                   for domain in domains}
-    texts = {split: {subject: [] for subject in SUBJECTS} for split in ("train", "test")}
+    texts = {split: {subject: [] for subject in SUBJECTS}
+             for split in ("train", "val", "test")}
     path = Path(__file__).parent / "data" / "clinc150.tsv.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -65,7 +67,7 @@ def make(rng, tokens=None, heldout=False):
     number = how_many(rng, 6, 150, tokens, REQUEST_TOKENS)
     person = rng.choice(PEOPLE)
     here = rng.sample(range(number), rng.randint(*HERE))
-    texts = TEXTS["test" if heldout else "train"]
+    texts = TEXTS[{False: "train", "validation": "val", True: "test"}[heldout]]
 
     context, gold = {}, {}
     for i in range(number):

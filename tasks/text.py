@@ -53,7 +53,7 @@ def make_term(rng: random.Random, heldout: bool = False) -> str:
     """Two made-up syllables. A fifth of the pairs is held out: never seen in training."""
     while True:
         i, j = rng.randrange(len(SYLLABLES)), rng.randrange(len(SYLLABLES))
-        if i != j and ((i + 3 * j) % 5 == 0) == heldout:
+        if i != j and ((i + 3 * j) % 5 == 0) == bool(heldout):
             return f"{SYLLABLES[i]}-{SYLLABLES[j]}"
 
 
