@@ -19,7 +19,7 @@ from util import read_json, reading, write_json
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-STORED = (torch.bfloat16, torch.float16, torch.float32)  # types of a checkpoint's tensors
+STORED = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of checkpoints
 
 
 # --- config.json --------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def save_adapter(model, path: str, base: str, write: bool = True) -> None:
                for name, weight in model.adapters().items()]
     if not write:
         return
-    write_tensors(path, ADAPTER, tensors, torch.float32)
+    write_tensors(path, ADAPTER, tensors, tensors[0][1].dtype)
     write_json(os.path.join(path, ADAPTER_CONFIG), {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

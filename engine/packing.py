@@ -126,7 +126,7 @@ def collate(rows: list, device) -> Pack:
     """The pack of these rows. Without rows it has one token, with mask 0."""
     def flat(values) -> Tensor:
         listed = [value for row in rows for value in values(row)]
-        return torch.tensor(listed, dtype=torch.float32, device=device)
+        return torch.tensor(listed, dtype=torch.get_default_dtype(), device=device)
 
     ids = [i for row in rows for i in row.ids]
     mask = [m for row in rows for m in row.mask]

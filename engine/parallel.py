@@ -83,8 +83,9 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
     type. Frozen weights, as beside adapters, do not need that: they have that type.
     Gradients become means over the ranks: a rank multiplies its loss by their number."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
+    trained = torch.promote_types(compute, torch.float32)  # the type of such weights
     frozen = not model.lm_head.weight.requires_grad
-    if alone and (frozen or compute == torch.float32):
+    if alone and (frozen or compute == trained):
         return
     if alone:
         join(store=dist.HashStore(), rank=0, world_size=1)
@@ -94,7 +95,7 @@ def shard(model, compute: torch.dtype = torch.float32) -> None:
         register_fsdp_forward_method,
     )
 
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=trained)
     for block in model.model["layers"]:
         fully_shard(block, mp_policy=policy)
     # Embedding, norm and head are freed after a forward pass, too. Else they stay gathered

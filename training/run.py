@@ -248,8 +248,8 @@ class Run:
 
     def end_warm_up(self, model) -> None:
         """Keep the weights as OUT/warmup. GRPO starts there, with a fresh optimizer."""
-        adapters = self.config.lora_rank > 0  # beside them weights stay as they are
-        dtype = self.setup.plan.dtype if adapters else torch.float32
+        # Weights beside adapters stay as they are.
+        dtype = self.setup.plan.dtype if self.config.lora_rank else None
         self.save_model(model, "warmup", dtype)
         self.state.phase, self.state.step, self.state.checkpoint = "grpo", 0, ""
 

@@ -171,7 +171,7 @@ def load(setup: Setup, state: State) -> tuple[Decoder, AdamW]:
         parallel.shard(model, plan.dtype)
 
     gc.collect()  # weights that were in use before are in reference cycles
-    stored = plan.dtype if adapters else torch.float32
+    stored = plan.dtype if adapters else torch.promote_types(plan.dtype, torch.float32)
     model = Decoder.from_pretrained(weights, stored, DEVICE, with_adapters)
     model.recompute_above = plan.recompute_above
     trained = [weight for weight in model.parameters() if weight.requires_grad]
