@@ -61,6 +61,25 @@ def data_of(page):
 
 
 @pytest.fixture
+def float64():
+    """What is to be equal is compared in float64. There rounding is far below 1e-10 and a
+    mistake far above, whatever the processor. In float32 they can be of equal size."""
+    import torch
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def float64_everywhere(float64, monkeypatch):
+    """Also where a library asks for float32, as transformers does in norms and angles."""
+    import torch
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.fixture
 def objective(tmp_path):
     """A file for --objective, with which each step has a gradient."""
     path = tmp_path / "objective.py"

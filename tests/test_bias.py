@@ -36,7 +36,8 @@ def all_trees():
 @pytest.mark.parametrize("switch", [
     {}, dict(children="mean"), dict(length="sequence"), dict(std="on"),
     dict(children="sum", length="batch")])
-def test_only_summed_children_constant_length_no_std_give_the_true_gradient(switch):
+def test_only_summed_children_constant_length_no_std_give_the_true_gradient(
+        switch, float64):
     """Exactly, times (G - 1) / G. Others differ in direction, not only in length."""
     theta = THETA.clone().requires_grad_()
     logprobs = torch.cat([part.log_softmax(0) for part in theta.split([3, 2, 2])])
@@ -54,6 +55,6 @@ def test_only_summed_children_constant_length_no_std_give_the_true_gradient(swit
             loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
             gradient, = torch.autograd.grad(-loss, theta, retain_graph=True)
             expected += logprobs.detach()[ids].sum().exp() * gradient * LENGTH_CONSTANT
-    exact = torch.allclose(expected, true / 2, atol=1e-6)
+    exact = torch.allclose(expected, true / 2, rtol=0, atol=1e-10)
     assert exact == (not switch)
     assert exact or cosine_similarity(expected, true, dim=0) < 0.9995

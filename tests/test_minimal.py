@@ -15,7 +15,7 @@ from tree import Node, Rollout, Turn
 
 
 @pytest.fixture
-def model():
+def model(float64):
     random.seed(0)
     torch.manual_seed(0)
     return minimal.new_model()
@@ -98,7 +98,7 @@ def test_keys_and_values_in_the_cache_change_no_logits(model):
     parts = [minimal.logits(model, ids[:, :8], cache)]
     parts += [minimal.logits(model, ids[:, i:i + 1], cache) for i in range(8, 20)]
     torch.testing.assert_close(torch.cat(parts, 1), minimal.logits(model, ids, {}),
-                               rtol=1e-4, atol=1e-4)
+                               rtol=0, atol=1e-10)
 
 
 # --- the recursion ------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_loss_and_gradient_are_those_of_grpo(who, model):
     largest = max(gradient.abs().max() for gradient in theirs)
     assert largest > 0
     for one, other in zip(ours, theirs):
-        assert (one - other).abs().max() < 1e-4 * largest
+        assert (one - other).abs().max() < 1e-10 * largest
 
 
 def test_children_are_trained_and_only_on_what_they_wrote(model):

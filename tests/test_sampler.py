@@ -54,7 +54,7 @@ def build(seed=0, tied=True, **changes):
     return model
 
 
-MODEL = build()
+MODEL = build().double()
 HYBRID_MODEL = build(model_type="qwen3_5_text").double()
 
 
@@ -98,7 +98,7 @@ def naive_greedy(model, ids, max_tokens):
     return tuple(new), logprobs
 
 
-def close(a, b, within=1e-4):
+def close(a, b, within=1e-9):
     return len(a) == len(b) and all(abs(x - y) < within for x, y in zip(a, b))
 
 
@@ -285,9 +285,9 @@ def test_who_is_preempted_is_the_next_to_start():
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model, within", [(MODEL, 1e-4), (HYBRID_MODEL, 1e-9)])
+@pytest.mark.parametrize("model", [MODEL, HYBRID_MODEL])
 def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
-        attention, part, model, within, monkeypatch):
+        attention, part, model, monkeypatch):
     """With shared prefixes, cancellations, second turns, and pools so small that requests
     are preempted. What a key samples is what it samples alone in a pool that holds all, and
     the log-probabilities are those of a full forward pass. By default 8 schedules over
@@ -318,7 +318,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
             row = torch.tensor([*ids, *got.ids])
             plain = row_logprobs(model, row.tolist())[len(ids) - 1:-1]
             plain = plain.gather(1, row[len(ids):, None])[:, 0].tolist()
-            assert close(got.logprobs, plain, within)
+            assert close(got.logprobs, plain)
         preempted += sampler.stats["preemptions"]
         reused += sampler.stats["reused"]
     # A hybrid reuses less: only from where it kept a state.
@@ -441,7 +441,8 @@ def test_tokens_come_as_often_as_their_sampling_says(temperature, top_p, kept):
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_a_million_tokens_are_those_of_one_cumulative_sum(block, monkeypatch):
-    """But where a random number is at an edge, within what float64 rounds."""
+    """But where a random number is at an edge: each of two sums of 256 terms rounds 256
+    times, each time by 2^-53 of at most 1."""
     monkeypatch.setattr(sampler_module, "BLOCK", block)
     torch.manual_seed(0)
     probs = (3 * torch.randn(500, 256)).softmax(-1)  # some of 1e-8
@@ -454,8 +455,15 @@ def test_a_million_tokens_are_those_of_one_cumulative_sum(block, monkeypatch):
     got = torch.stack([sampler_module.draw(probs, row) for row in u])
     assert probs.gather(1, got.T).min() > 0
     edges = total.gather(1, torch.minimum(got, want).T)
-    assert ((got == want).T | ((edges - goal).abs() < 1e-15)).all()
+    assert ((got == want).T | ((edges - goal).abs() < 2 * 256 * 2 ** -53)).all()
     assert (got != want).float().mean() < 1e-5
+
+
+def test_a_key_draws_the_same_in_each_process_and_anew_for_each_token():
+    """The tokens of a model to which all are alike. Another process wrote them down."""
+    flat = build().double()
+    torch.nn.init.zeros_(flat.lm_head.weight)
+    assert alone(flat, [1], 6, key=("a", 0)).ids == (27, 15, 1, 7, 26, 17)
 
 
 def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestricted_one():
@@ -473,7 +481,7 @@ def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestric
 # --- weights ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_new_weights_reach_the_sampler_with_load(copy):
+def test_new_weights_reach_the_sampler_with_load(copy, float64):
     """From the trainer to its own copy, or as it shares a model with adapters."""
     trained = build(0)
     if not copy:
@@ -524,7 +532,7 @@ async def works(sampler, model=MODEL):
 
 def test_after_logits_that_are_not_finite_the_sampler_works_again():
     """Their keys and values do not reach the next requests through the pool."""
-    poison, sick = 11, build(tied=False)
+    poison, sick = 11, build(tied=False).double()
     with torch.no_grad():
         sick.model["embed_tokens"].weight[poison] = float("nan")
 
