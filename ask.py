@@ -9,6 +9,7 @@ No torch is loaded before a model is.
 import asyncio
 import random
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,8 @@ class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
     `trace` holds the root of the last tree. `rlm_file` is a file with fields of rlm.json;
-    `task` is whose prompts and tools are used, by default the model's, if it is ours."""
+    `task` is whose prompts and tools are used, by default the model's, if it is ours.
+    Threads that ask one object are served one after the other."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
@@ -54,13 +56,15 @@ class RLM:
         self.config = replace(config, window=self.sampler.window)
         self.policy = local_policy(self.sampler, self.tokenizer, sampling)
         self.seed, self.task = seed, task
+        self.lock = threading.Lock()  # the sampler serves one event loop at a time
 
     def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
         """The answer: any JSON value, or None."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # there is none, as there should be
-            return asyncio.run(self.acompletion(query, context, verbose))
+            with self.lock:
+                return asyncio.run(self.acompletion(query, context, verbose))
         raise RuntimeError("an event loop runs here, as in a notebook: await acompletion")
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 
@@ -536,7 +537,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
 
 
 def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeypatch):
-    """As in a notebook, where a loop runs."""
+    """As in a notebook, where a loop runs, and in a web server, which has threads."""
     asked = tasks.make(tasks.load("requests"), random.Random(3), heldout=True)
     trained = ask.RLM(ROOT / "assets" / "tiny")
 
@@ -547,6 +548,13 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeyp
     outside = trained.completion(asked.query, asked.context)
     assert outside == asked.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
+    answers = []
+    threads = [Thread(daemon=True, target=lambda: answers.append(
+        trained.completion(asked.query, asked.context))) for _ in range(3)]
+    for do in (Thread.start, lambda thread: thread.join(60)):
+        for thread in threads:
+            do(thread)
+    assert answers == [outside] * 3
 
     async def grown(task, *_):
         return Node(answer=task.context)
