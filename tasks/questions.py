@@ -143,24 +143,25 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
     """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
     without `wanted` a fifth, at most 128.
 
-    Questions that share a text, directly or through others, are on one side. If that puts
-    all of them on one side, they are divided one by one. Raises ValueError for a single
-    question."""
-    shuffled = random.Random(42).sample(questions, len(questions))
-    groups = _sharing(shuffled)
-    if len(questions) < 2:
+    Questions that share a text, directly or through others, are on one side. Where they are
+    so many that not half of what is wanted is held out so, single questions are added. A
+    line says how many of either there are. Raises ValueError for a single question."""
+    n = len(questions)
+    if n < 2:
         raise ValueError("nothing can be held out, or kept for --eval-every: that needs "
                          "two questions")
-    if len(groups) < 2:
-        print("all questions hang together by texts that they share: what is held out are "
-              "other questions about the same texts")
-        groups = [{i} for i in range(len(questions))]
-    wanted = min(wanted or 128, max(1, len(questions) // (2 if wanted else 5)))
+    shuffled = random.Random(42).sample(questions, n)
+    wanted = min(wanted or 128, max(1, n // (2 if wanted else 5)))
     held: set[int] = set()
-    for group in groups:
+    for group in _sharing(shuffled):
         if len(held) + len(group) <= wanted:
             held |= group
-    held = held or min(groups, key=len)
+    whole = len(held)
+    if 2 * whole < wanted:
+        held |= {*[i for i in range(n) if i not in held][:wanted - whole]}
+    if whole < wanted:
+        print(f"{whole} questions, not {wanted}, are set aside with all that share a text "
+              f"with them, and {len(held) - whole} without")
     return ([task for i, task in enumerate(shuffled) if i not in held],
             [task for i, task in enumerate(shuffled) if i in held])
 

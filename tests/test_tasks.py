@@ -3,6 +3,7 @@ return."""
 import asyncio
 import json
 import random
+import re
 import traceback
 import types
 from dataclasses import replace
@@ -230,14 +231,24 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
         assert len(held) == min(128, max(1, n // 5)) and train
         assert (train, held) == split(every)
     assert [t.id for t in train] != sorted((t.id for t in train), key=int)  # shuffled
-    same = [Task(str(i), "oolong", "q", "one text", []) for i in range(9)]
-    assert [len(side) for side in split(same)] == [8, 1]  # they all hang together
-    two = [Task(str(i), "oolong", "q", f"text {i % 2}", []) for i in range(10)]
-    for once, wanted in ((two, 0), (split(two)[0], 5), (two, 99)):  # the second is one text
-        assert all(split(once, wanted))
     for few in ([], every[:1]):
         with pytest.raises(ValueError, match="nothing can be held out"):
             split(few)
+
+
+@pytest.mark.parametrize("text_of, count, apart", [
+    (lambda i: i // 3, 127, 127), (lambda i: max(i, 899), 100, 100),
+    (lambda i: max(i, 989), 128, 10), (lambda i: i % 2, 128, 0), (lambda i: 0, 128, 0)],
+    ids=["triples", "many-alone", "boilerplate", "two-books", "one-text"])
+def test_a_split_loses_no_row_and_says_where_texts_are_shared(text_of, count, apart, capsys):
+    rows = [Task(str(i), "qa", "q", f"text {text_of(i)}", []) for i in range(1000)]
+    for wanted in (0, 128):
+        train, held = split(rows, wanted)
+        assert len(held) == count and len(train) == 1000 - count
+        texts = {task.context for task in train}
+        assert sum(task.context not in texts for task in held) == apart
+        said = [int(number) for number in re.findall(r"\d+", capsys.readouterr().out)]
+        assert said == ([apart, 128, count - apart] if apart < 128 else [])
 
 
 def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
