@@ -118,4 +118,4 @@ def test_the_command_line_shows_the_turns_and_then_the_answer(
     assert "tokens, which end with\nA question?" in err and "FINAL(context[:4])" in err
     with Stub(says="1", always="413") as server:
         message = command(ask, monkeypatch, "--api", server.url, *args)
-    assert message.startswith("rlm.py: Error code: 413")
+    assert message.startswith("ask.py: Error code: 413")

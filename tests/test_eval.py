@@ -70,6 +70,8 @@ def test_an_interval_holds_the_true_mean_in_93_of_100_trials(right, mean, n):
             [1.0 if rng.random() < right else other() for _ in range(n)])
         held += low <= mean <= high
     assert held >= 0.93 * trials
+    low, high = scores.interval([0.0, 1.0] * 1000)  # of many: as of a normal distribution
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / 2000 ** 0.5, rel=0.1)
 
 
 # --- the command line ---------------------------------------------------------------------

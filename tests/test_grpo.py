@@ -338,12 +338,14 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
 
 
 def test_a_step_is_described_by_the_trees_that_did_not_fail():
-    trees = [rollout(0.2, node((), 4, node((0,), 2))), rollout(0.8)]
+    leaf = replace(node((0,), 2), kind="llm", score=0.0)
+    trees = [rollout(0.2, replace(node((), 4, leaf), errors=[1])), rollout(0.8)]
     trees += [rollout(0.5, group="alone"), rollout(1.0, failed="lost")]
     row = describe(trees, credit(trees, GRPOConfig()))
     assert row["reward"] == 0.5 and row["flat"] == 1 / 3  # the one without a comparison
     assert row["asks"] == 1 / 3
     assert (row["nodes"], row["tokens"]) == (4 / 3, 10 / 3)
     assert row["reward_std"] == pytest.approx(0.15)  # 0.3 of the group, 0 of the lone tree
-    assert (row["tokens_d0"], row["tokens_d1"]) == (8 / 3, 2) and "score_d1" not in row
+    assert (row["tokens_d0"], row["tokens_d1"]) == (8 / 3, 2) and "score_d0" not in row
     assert row["failed"] == 1 and row["failures"] == {"lost": 1}
+    assert row["ran"] == 5 / 6 and row["score_d1"] == 0.0  # a completion runs nothing

@@ -3,6 +3,7 @@ are those of grpo.py. Its decoder is simpler than model.py's, so both losses are
 of minimal.py."""
 import random
 from itertools import groupby
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,26 +71,33 @@ def chosen(model, ids):
 # --- the program --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flags", [(), ("--roots-only",)])
-def test_it_runs_from_nothing_to_its_last_line(flags, monkeypatch, capsys):
+def test_it_runs_from_nothing_to_its_last_line(flags, model, monkeypatch, capsys):
     monkeypatch.setattr(minimal, "WARMUP_STEPS", 2)
     monkeypatch.setattr(minimal, "STEPS", 2)
     monkeypatch.setattr(minimal, "LONGEST", 8)
+    monkeypatch.setattr(minimal, "new_model", lambda: model)
+    for name in ("grow", "sample"):
+        monkeypatch.setattr(minimal, name, Mock(wraps=getattr(minimal, name)))
     assert command(minimal, monkeypatch, *flags, "--seed", 1) is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "held out: 0.00 before, 0.00 after"
     assert any(line.startswith("» ") for line in lines)
 
+    *warmup, before, one, two, after = (c.args[0] for c in minimal.grow.call_args_list)
+    trained = sum([*warmup, one, two], [])
+    assert before == after and not pairs(after, 2) & pairs(trained, 1)
+    different = [*one, *two][::minimal.GROUP]
+    assert one + two == [each for each in different for _ in range(minimal.GROUP)]
+    assert len({repr(each) for each in different}) == 2 * minimal.QUESTIONS
+    nodes = [node for call in minimal.sample.call_args_list for node in call.args[1]]
+    assert all(node.ids[-1] == minimal.END or all(node.mask[-8:]) for node in nodes)
+    assert all(weight.grad is None for weight in model.values())  # none is kept
 
-def test_pairs_of_held_out_questions_do_not_occur_in_training():
-    def pairs(heldout):
-        for _ in range(300):
-            _, context, gold = minimal.make(heldout)
-            for name in gold if heldout else context:
-                word = next(w for w in context[name].split() if w in minimal.KIND)
-                yield name.split()[0], word
 
-    trained, unseen = {*pairs(False)}, {*pairs(True)}
-    assert trained and unseen and not trained & unseen
+def pairs(questions, part):
+    """Places and words of the notes in their contexts, or of those in their golds."""
+    return {(name.split()[0], word) for question in questions for name in question[part]
+            for word in question[1][name].split() if word in minimal.KIND}
 
 
 def test_keys_and_values_in_the_cache_change_no_logits(model):
@@ -120,6 +128,8 @@ HOSTILE = [
     "context[1] = context", "try:\n    names\nexcept:\n    names", "print(print(1))",
     "FINAL(await rlm_query_batched(context, context))",
     'await rlm_query_batched("Kind?", [])', 'rlm_query_batched("Kind?", list(context))',
+    'kinds = await rlm_query_batched("Kind?", list(context))\n' * 2
+    + "FINAL(dict(zip(context, kinds)))",
     "await context", "exit()", "kinds = [await rlm_query_batched(n, n) for n in context]"]
 
 

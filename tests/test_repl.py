@@ -334,8 +334,8 @@ def test_a_slow_reader_blocks_nobody():
 
 
 @BOTH
-def test_a_lost_server_is_replaced(mode):
-    pids = []
+def test_a_lost_server_is_replaced_by_one_that_prints_sets_alike(mode):
+    pids, letters = [], "print({*'abcdefghij'})"
 
     async def note(kind, prompts, contexts):
         pids.extend(family(server()))
@@ -344,12 +344,14 @@ def test_a_lost_server_is_replaced(mode):
 
     async def go():
         async with REPL("", limits=Limits(sandbox=mode)) as repl:
+            printed = await repl.execute(letters)
             with pytest.raises(REPLError, match="lost"):
                 await repl.execute("llm_query('')\nwhile True: pass", note)
             with pytest.raises(REPLError):
                 await repl.execute("print(1)")
         eventually(lambda: not any(map(alive, pids)))
         async with REPL("again", limits=Limits(sandbox=mode)) as repl:
+            assert await repl.execute(letters) == printed
             assert (await repl.execute("FINAL(context)")).final == "again"
 
     asyncio.run(go())

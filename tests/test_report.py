@@ -36,7 +36,7 @@ def tree(text, children=0, reward=0.5, group="t", failed=""):
 def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = tree(HOSTILE, children=3), tree("plain")
     trees = [(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)]
-    packed = report.of_trees(trees, advantages={node: 1.25 for node in first.root.walk()})
+    packed = report.of_trees(trees, advantages={first.root: 1.25})
     page = report.page(HOSTILE, {HOSTILE: HOSTILE}, [], {HOSTILE: packed})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
@@ -46,8 +46,7 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     assert first["query"] == HOSTILE and second["query"] == "plain"
     assert root["turns"][2] == {"role": "assistant", "text": HOSTILE}
     assert [first["nodes"][i]["answer"] for i in root["children"]] == [HOSTILE] * 3
-    assert {node["adv"] for node in first["nodes"]} == {1.25}
-    assert second["nodes"][0]["adv"] is None
+    assert [node["adv"] for node in first["nodes"]] == [1.25, None, None, None]
 
 
 def test_sampled_tokens_carry_their_log_probability():

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from queue import Queue
 from threading import Thread
 
 import pytest
@@ -91,13 +92,12 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
         (0,): block("FINAL([*[rlm_query('up', c) for c in context[:3]], rlm_query('up')])"),
         (1,): [block("a = rlm_query('a', context[0])"),
                block("FINAL([a, rlm_query('b', context[1])])")],
-        "*": block("FINAL([context.upper(), len(context), None])"),
+        "*": block("FINAL(context.upper() if context != 'f' else None)"),
     }, task(context="abcdefgh"), max_depth=2)
     assert [n.path for n in root.walk()] == [
         (), (0,), (0, 0), (0, 1), (0, 2), (0, 3), (1,), (1, 0), (1, 1)]
     assert {(n.kind, n.end, len(n.errors)) for n in root.walk()} == {("rlm", "final", 0)}
-    grand = [[[c.upper(), len(c), None] for c in part]
-             for part in (("a", "b", "c", "abcd"), "ef")]  # without one: its parent's
+    grand = [["A", "B", "C", "ABCD"], ["E", None]]  # without one: its parent's
     assert root.answer == {"parts": grand, "kind": "list"}
     assert [child.answer for child in root.children] == grand
     assert [child.asked_in for child in root.children[1].children] == [0, 1]
@@ -157,6 +157,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
         tiny.observe(users[3], closed=False)]
     assert [p for p, bit in zip(root.logprobs, root.mask) if bit] == [
         p for c in completions for p in c.logprobs]
+    assert root.sampled + root.counted == sum(root.mask)
 
 
 # --- parsing and executing ----------------------------------------------------------------
@@ -361,13 +362,17 @@ def test_a_refusal_in_a_later_turn_ends_the_root_and_is_scored():
     assert (tree.reward, tree.failed, tree.root.end) == (1.0, "", "refused")
 
 
-def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores():
-    own = Task("q", "evidence", "What?", {"a": "one", "b": "two"})
+@pytest.mark.parametrize("gold, query, scores", [
+    (None, 'Quote all on "one".', [None, None]),
+    ({"a": ["one"]}, evidence_kind.in_words('Quote all on "one".'), [1.0, 0.0])])
+def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores(gold, query, scores):
+    """A generated one is put into words, and its children are scored on their parts."""
+    own = Task("q", "evidence", 'Quote all on "one".', {"a": "one", "b": "two"}, gold)
     root = grow({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
                  "*": block("FINAL(context)")}, own)
-    assert root.answer == ["one", "two"] and root.turns[1].text.startswith("What?\n")
+    assert root.answer == ["one", "two"] and root.turns[1].text.startswith(f"{query}\n")
     assert evidence_kind.STRATEGY in root.turns[0].text
-    assert [child.score for child in root.children] == [None, None]
+    assert [child.score for child in root.children] == scores
 
 
 # --- many trees ---------------------------------------------------------------------------
@@ -494,7 +499,7 @@ def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", [(), (0,)])
 def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
-    config = RLMConfig(max_depth=1, window=2000)
+    config = RLMConfig(max_depth=1, window=2000, max_nodes=38)
     system, _, user = opening(Node(path), "the {question}", {"a": "bb", "c": "d"},
                               evidence_kind, config)
     assert not re.search(r"[{}]", system)
@@ -502,7 +507,7 @@ def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
     for name in ("context", "question", "FINAL", *tools):
         assert re.search(rf"\b{name}\b", system), name
     assert evidence_kind.READING in system and "the {question}" in user
-    for text in ("rlm_query_batched", "a child with a REPL", evidence_kind.STRATEGY):
+    for text in ("rlm_query_batched", "a child with a REPL", "37", evidence_kind.STRATEGY):
         assert (text in system) == (path == ())
     assert parse(system)[1] == "print(context)\n"
 
@@ -548,13 +553,11 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeyp
     outside = trained.completion(asked.query, asked.context)
     assert outside == asked.answer == trained.trace.answer
     assert asyncio.run(notebook()) == [outside] * 2
-    answers = []
-    threads = [Thread(daemon=True, target=lambda: answers.append(
-        trained.completion(asked.query, asked.context))) for _ in range(3)]
-    for do in (Thread.start, lambda thread: thread.join(60)):
-        for thread in threads:
-            do(thread)
-    assert answers == [outside] * 3
+    answers = Queue()
+    for _ in range(3):
+        Thread(daemon=True, target=lambda: answers.put(
+            trained.completion(asked.query, asked.context))).start()
+    assert [answers.get(timeout=60) for _ in range(3)] == [outside] * 3
 
     async def grown(task, *_):
         return Node(answer=task.context)
