@@ -34,8 +34,7 @@ class RLM:
     """A trained model: RLM("runs/tiny/final").completion(question, context) -> answer.
 
     `trace` holds the root of the last tree. `rlm_file` is a file with fields of rlm.json;
-    `task` is whose prompts and tools are used, by default the model's, if it is ours.
-    Threads that ask one object are served one after the other."""
+    `task` is whose prompts and tools are used, by default the model's, if it is ours."""
     trace: Node | None = None
 
     def __init__(self, model_dir: str, sampling: Sampling = Sampling(), seed: int = 0,
@@ -59,7 +58,7 @@ class RLM:
         self.lock = threading.Lock()  # the sampler serves one event loop at a time
 
     def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        """The answer: any JSON value, or None."""
+        """The answer: any JSON value, or None. Threads take turns."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # there is none, as there should be

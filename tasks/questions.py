@@ -143,9 +143,8 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
     """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
     without `wanted` a fifth, at most 128.
 
-    Questions that share a text, directly or through others, are on one side. Where they are
-    so many that not half of what is wanted is held out so, single questions are added. A
-    line says how many of either there are. Raises ValueError for a single question."""
+    Questions that share a text, directly or through others, are on one side. If not half of
+    what is wanted is held out so, single ones are added. Raises ValueError for one row."""
     n = len(questions)
     if n < 2:
         raise ValueError("nothing can be held out, or kept for --eval-every: that needs "
