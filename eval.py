@@ -2,13 +2,13 @@
 
     python eval.py --model DIR                      a checkpoint on held-out questions
     python eval.py --model DIR --methods rlm1,direct,retrieval --lengths 2000,8000,32000
+    python eval.py --model DIR --samples 8                      what GRPO would see of it
+    python eval.py --model DIR --against trees.jsonl            better than what was saved?
     python eval.py --policy oracle --tasks requests --lengths 128000     a script, no model
 
 Every method gets the same questions, and training has seen none of them. Scores are means
 with 95 % intervals, and methods are compared question by question. Trees that the machine
 or a server lost are counted apart and stay out of the means.
-
-Left out: several answers per question (pass@k), and differences of two models.
 """
 import asyncio
 import itertools
@@ -36,9 +36,9 @@ from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from training import report
-from training.scores import differences, record_of, summary, trained_as
-from training.trees import Job, grow, side_by_side
-from tree import Completion, Node, Rollout, write_rollouts
+from training.scores import by_question, differences, record_of, summary, trained_as
+from training.trees import Job, grow, jobs, side_by_side
+from tree import Completion, Node, Rollout, read_rollouts, write_rollouts
 from util import flag, write_text
 
 # The last three are in baselines/methods.py.
@@ -79,6 +79,10 @@ class Evaluation:
     split: str = flag("heldout", "questions kept from training, those of training, or all",
                       choices=("heldout", "train", "all"))
     n: int = flag(128, "questions per kind and length", 1, common=True)
+    samples: int = flag(1, "trees per question; above 1 also: what the best of k score, "
+                           "and what GRPO would see", 1, common=True)
+    against: str = flag("", "trees that an earlier --save wrote, by one method: prints the "
+                            "difference, question by question", common=True)
     reward: str = flag("", "path/to/file.py[:function] that scores in place of the task")
     html: str = flag("", "write the report, one page, to this file")
     save: str = flag("", "write the trees to this JSONL file, after each line of the table")
@@ -94,6 +98,8 @@ class EvalConfig(Evaluation, Answering):
             raise ValueError("give one of --model DIR, --api URL, --policy oracle")
         if self.policy and self.api:
             raise ValueError("--policy oracle asks no server")
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("at --temperature 0 all --samples of a question are the same")
         if self.data and self.lengths:
             raise ValueError("--lengths is for generated questions, not for --data")
         lengths_of(self.lengths)
@@ -126,6 +132,23 @@ def questions_of(flags: EvalConfig, kind: ModuleType, length: int | None) -> lis
     return rows[:flags.n]
 
 
+def earlier(path: str, questions: dict[tuple, list[Task]]) -> dict[tuple, dict]:
+    """The scores of saved trees, `by_question`, beside each cell of `questions`: as
+    {(kind, length, path): scores}. Raises ValueError if they do not answer the same
+    questions, or by more than one method."""
+    trees = read_rollouts(path, Task)
+    asked = {task.id for part in questions.values() for task in part}
+    answered = {tree.task.id for tree in trees}
+    if asked != answered:
+        raise ValueError(
+            f"{path} does not answer the same questions: {len(asked & answered)} of its "
+            f"{len(answered)} are among the {len(asked)} that are asked now")
+    if len({tree.group for tree in trees}) > len(answered):
+        raise ValueError(f"{path} has answers of several methods: save one alone")
+    scores = by_question([record_of(tree) for tree in trees])
+    return {(*of, path): scores for of in questions}
+
+
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
                  reward: Callable | None = None) -> tuple[dict, Rollout]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
@@ -143,7 +166,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         used.update(done.usage)
         return done
 
-    tree = Rollout(task, task.id, *await grow(
+    tree = Rollout(task, f"{method} {task.id}", *await grow(
         Job(task, key), counted, tokenizer, config, reward, made_by))
     return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
                               "seconds": round(time.monotonic() - begun, 3)}, tree
@@ -164,48 +187,57 @@ def measure(flags: EvalConfig) -> None:
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
     reward = util.load_function(flags.reward, "score") if flags.reward else None
-    lengths, policy, tokenizer = lengths_of(flags.lengths), None, None
+    questions = {(name, length): questions_of(flags, kind, length)
+                 for name, kind in kinds.items() for length in lengths_of(flags.lengths)}
+    before = earlier(flags.against, questions) if flags.against else {}
+    policy, tokenizer = None, None
     if flags.model or flags.api:
         policy, tokenizer, config = policy_of(flags, batch=96)
     methods = listed(flags.methods) or [trained_as(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
-    async def one(cell: tuple, number: int, task: Task) -> tuple[dict, Rollout]:
-        chosen = policy
+    async def one(method: str, job: Job) -> tuple[dict, Rollout]:
+        chosen, task = policy, job.task
         if flags.policy:
             oracle = kinds[task.kind].oracle
             chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
-        record, tree = await answer(cell[2], task, chosen, tokenizer, config,
-                                    (flags.seed, *cell, number), reward)
+        record, tree = await answer(
+            method, task, chosen, tokenizer, config, job.key, reward)
         # A seed gives the context again.
         return record, replace(tree, task=replace(task, context=None))
 
-    print(report.HEAD)
-    cells, rows, trees = {}, [], {}
-    for cell in itertools.product(kinds, lengths, methods):
-        questions = questions_of(flags, kinds[cell[0]], cell[1])
-        todo = [(cell, number, task) for number, task in enumerate(questions)]
-        label = f"{cell[0]} {cell[2]}"
-        answers = asyncio.run(side_by_side(one, todo, at_once, label))
-        cells[cell] = [record for record, _ in answers]
-        rows.append(summary(cells[cell], *cell))
-        print(report.table_line(rows[-1]))
-        for why in sorted({record["failed"] for record in cells[cell]} - {""})[:3]:
-            print(f"  failed: {why:.200}")
+    table, cells, trees = [], {}, {}
+
+    def say(lines: str) -> None:
+        print(lines)
+        table.append(lines)
+
+    say(report.HEAD)
+    for of, method in itertools.product(questions, methods):
+        cell = (*of, method)
+        todo = jobs(questions[of], (flags.seed, *cell), flags.samples)
+        answers = asyncio.run(side_by_side(
+            partial(one, method), [(job,) for job in todo], at_once, f"{of[0]} {method}"))
+        records = [record for record, _ in answers]
+        cells[cell] = by_question(records)
+        say(report.table_lines(summary(records, *cell)))
+        if flags.samples > 1 and cells[cell]:
+            say(report.sample_lines(cells[cell].values(), flags.samples))
+        for why in sorted({record["failed"] for record in records} - {""})[:3]:
+            say(report.note(f"lost: {why:.200}"))
         name = " ".join(str(part) for part in cell if part is not None)
         trees |= {f"{name} {i}": tree for i, (_, tree) in enumerate(answers)}
         if flags.save:
             write_rollouts(flags.save, trees.values())
 
-    pairs = differences(cells)
-    for pair in pairs:
-        print(report.difference_line(pair))
+    for pair in differences(cells | before):
+        say(report.difference_line(pair))
     if flags.html:
         steps = {"": report.of_trees(trees.items(), tokenizer)}
         shown = asdict(replace(flags, html="", save=""))
-        write_text(flags.html, report.page("Evaluation", shown, rows, steps,
-                                           differences=pairs))
-    if not any(row["n"] for row in rows):
+        write_text(flags.html, report.page(
+            "Evaluation", shown, "\n".join(table), steps))
+    if not any(cells.values()):
         raise REPLError("no question could be scored")
 
 

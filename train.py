@@ -51,6 +51,7 @@ from tasks import Task
 from training import settings, steady
 from training.metrics import Clock, means, shares, totals
 from training.run import Run, State, flags_of_run, resuming
+from training.scores import WHAT_HELPS
 from training.settings import GROUPS, Config
 from training.setup import (Setup, load, make_sampler, prepare, reference_of,
                             scripted_trees)
@@ -60,8 +61,7 @@ from util import read_flags
 
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
 NOTHING_LEARNT = (
-    "no step had an advantage: all trees of a question scored alike. Take easier questions "
-    "or --warmup if they score 0, harder ones if they score 1; or raise --group")
+    f"no step had an advantage: all trees of a question scored alike. {WHAT_HELPS}")
 
 
 def main() -> None:

@@ -119,7 +119,7 @@ def test_the_oracle_answers_the_example(elsewhere, monkeypatch, capsys):
     child = read_rollouts("trees.jsonl")[0].root.children[0]
     assert child.seconds > 0
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[3:6] == ["4", "0", "1.000"]
+    assert row[3:5] == ["4", "1.000"]
 
 
 def test_the_example_task_trains_and_is_evaluated(trained, monkeypatch, capsys):

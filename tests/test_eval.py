@@ -1,8 +1,12 @@
 """Statistics, and the command line."""
+import itertools
 import json
+import math
 import random
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import conftest
@@ -14,7 +18,7 @@ from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from training import scores
-from tree import read_rollouts
+from tree import read_rollouts, write_rollouts
 
 
 @pytest.fixture
@@ -29,34 +33,76 @@ def command(monkeypatch, capsys):
 
 # --- statistics ---------------------------------------------------------------------------
 
-def record(score, failed="", seconds=1.0, end="final"):
-    return {"score": score, "failed": failed, "end": end, "seconds": seconds,
+def record(id, score, failed="", seconds=1.0, end="final"):
+    return {"id": id, "score": score, "failed": failed, "end": end, "seconds": seconds,
             "context": 100, "in": 2, "out": 2, "nodes": 2}
 
 
-def test_failures_stay_out_of_every_mean():
-    records = [record(1.0), record(0.0, seconds=3.0, end="turns"), record(0.0, "lost", 99)]
+def test_lost_trees_stay_out_of_every_mean():
+    records = [record("a", 1.0), record("b", 0.0, seconds=3.0, end="turns"),
+               record("c", 0.0, "lost", 99), record("b", 0.0, "lost", 99)]
     row = scores.summary(records, "evidence", None, "rlm1")
-    assert (row["n"], row["failed"], row["score"], row["length"]) == (2, 1, 0.5, 100)
+    assert (row["n"], row["failed"], row["score"], row["length"]) == (2, 2, 0.5, 100)
     assert row["seconds"] == 2.0 and row["ends"] == {"final": 1, "turns": 1}
     lost = scores.summary(records[2:], "evidence", 8000, "rlm1")
     assert (lost["n"], lost["score"], lost["low"]) == (0, None, None)
 
 
+def test_means_and_intervals_are_over_questions_however_many_trees_these_have():
+    """More trees of a question that score alike say nothing new."""
+    once = [record("a", 1.0), record("b", 0.0), record("c", 0.5)]
+    more = [*once, *[record("a", 1.0)] * 9, record("c", 0.0), record("c", 1.0)]
+    one, other = (scores.summary(rows, "t", 1, "m") for rows in (once, more))
+    for name in ("n", "score", "low", "high"):
+        assert one[name] == pytest.approx(other[name]), name
+
+
+def test_the_best_of_k_is_the_closed_form_and_what_counting_gives():
+    for right, n, k in itertools.product(range(5), (4, 7), (1, 2, 4)):
+        table = [1.0] * right + [0.0] * (n - right)
+        wrong = math.comb(n - right, k) / math.comb(n, k)
+        assert scores.best_of(table, k) == pytest.approx(1 - wrong)
+    rng = random.Random(0)
+    for n in (1, 2, 5, 8):
+        table = [rng.choice([0.0, 1.0, rng.random(), -rng.random()]) for _ in range(n)]
+        for k in range(1, n + 1):
+            best = [max(drawn) for drawn in itertools.combinations(table, k)]
+            assert scores.best_of(table, k) == pytest.approx(np.mean(best))
+    assert scores.best_of([0.0, 1.0] * 2000, 1000) == pytest.approx(1)
+
+
 def test_differences_are_paired_and_skip_what_either_lost():
     """Two methods that differ by 0.1 on every question: the paired interval is a point,
-    however much the questions differ."""
+    however much the questions differ. The trees of a question count with their mean."""
     rng = random.Random(0)
-    base = [rng.random() * 0.9 for _ in range(50)]
-    a = [*(record(s + 0.1) for s in base), record(0.0, "lost"), record(1.0)]
-    b = [*(record(s) for s in base), record(1.0), record(0.0, "lost")]
-    cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): [record(0.0)]}
-    d, = scores.differences(cells)
+    base = {str(i): rng.random() * 0.8 + 0.1 for i in range(50)}
+    a = [record(id, s + 0.1 + more) for id, s in base.items() for more in (-0.1, 0.1)]
+    b = [record(id, s) for id, s in base.items()]
+    a += [record("x", 0.0, "lost"), record("y", 1.0), record("0", 9.0, "lost")]
+    b += [record("x", 1.0), record("y", 0.0, "lost")]
+    rng.shuffle(b)
+    cells = {("t", 1, "a"): a, ("t", 1, "b"): b, ("t", 2, "a"): [record("0", 0.0)]}
+    d, = scores.differences({cell: scores.by_question(cells[cell]) for cell in cells})
     assert (d["a"], d["b"], d["n"]) == ("a", "b", 50)
     assert d["difference"] == pytest.approx(0.1)
     unseen = 3.8415 / 53.8415  # such a share of all questions may differ otherwise
     assert [d["low"], d["high"]] == pytest.approx(
         [0.1 - 1.1 * unseen, 0.1 + 0.9 * unseen], abs=1e-4)
+
+
+def test_a_paired_difference_is_the_one_that_numpy_gives():
+    rng = np.random.default_rng(0)
+    a, b = rng.random((300, 3)), rng.random((300, 2)) * 0.9  # trees of each question
+    cells = {("t", None, name): {str(i): list(row) for i, row in enumerate(table)}
+             for name, table in (("a", a), ("b", b))}
+    d, = scores.differences(cells)
+    gaps = a.mean(1) - b.mean(1)
+    mean, error = gaps.mean(), 1.96 * gaps.std() / math.sqrt(300)
+    assert d["difference"] == pytest.approx(mean)
+    unseen = 3.8415 / 303.8415
+    low, high = mean - error, mean + error
+    assert d["low"] == pytest.approx(low - unseen * (1 + low), abs=3e-3)
+    assert d["high"] == pytest.approx(high + unseen * (1 - high), abs=3e-3)
 
 
 @pytest.mark.parametrize("n", [8, 50])
@@ -84,7 +130,7 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     trees = read_rollouts(tmp_path / "trees.jsonl", Task)
     assert message is None and [tree.reward for tree in trees] == [1.0] * 8
     assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 8
-    table = [line.replace(",", "").split() for line in text.splitlines()[1:]]
+    table = [line.replace(",", "").split() for line in text.splitlines()[1::2]]
     assert [row[0] for row in table] == ["requests"] * 2 + ["evidence"] * 2
     assert {row[1] for row in table} == {"rlm1"}
     assert [round(int(row[2]), -3) for row in table] == [2000, 4000] * 2
@@ -92,8 +138,8 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
         pair = trees[i:i + 2]
         nodes = [node for tree in pair for node in tree.root.walk()]
         said = [t for n in nodes for t in n.turns if t.role == "assistant"]
-        assert float(row[10]) == len(nodes) / 2
-        assert int(row[9]) == round(sum(len(turn.text) // 4 for turn in said) / 2)
+        assert float(row[9]) == len(nodes) / 2
+        assert int(row[8]) == round(sum(len(turn.text) // 4 for turn in said) / 2)
         assert pair[0].task.context is None  # its seed makes it again
 
 
@@ -119,7 +165,7 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     (tmp_path / "half.py").write_text("score = lambda task, answer, root: root.score / 2")
     message, text = command("--policy", "oracle", "--n", 2, "--save",
                             tmp_path / "trees.jsonl", "--reward", tmp_path / "half.py")
-    assert message is None and text.splitlines()[1].endswith("  own score 1.000")
+    assert message is None and text.rstrip().endswith("own score: 1.000")
     trees = read_rollouts(tmp_path / "trees.jsonl", Task)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
@@ -148,9 +194,68 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     monkeypatch.setattr(evaluation, "rollout", refuse)
     message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
-    assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "2"]
-    assert "failed: REPLError('no process left')" in text
+    assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "-"]
+    assert "lost trees: 2" in text and "lost: REPLError('no process left')" in text
     assert len(keys) == 4 and len(set(keys)) == 2  # each question is tried twice
+
+
+# What the n-th tree of a question scores; None: the machine loses it.
+@pytest.mark.parametrize("given, kind, n", [
+    ([0, 0], "all 0 100%", 2), ([1, 1], "all 1 100%", 1), ([0.5, 0.5], "else alike", 1),
+    ([0, 1], "mixed 100%", 2), ([None, 1], "all 1 100%", 1), ([None, None], "", 1)])
+def test_what_grpo_would_see_is_true_of_any_scores(given, kind, n, command, tmp_path):
+    """And no row is wider than 100 columns, nor is there a number that is none."""
+    (tmp_path / "given.py").write_text(
+        "import collections, tree\n"
+        f"drawn = collections.defaultdict(lambda: iter({given}))\n"
+        "def score(task, answer, root):\n"
+        "    value = next(drawn[task.id])\n"
+        "    if value is None:\n"
+        "        raise tree.Unscored('a judge who says nothing ' * 9)\n"
+        "    return value\n")
+    message, text = command(
+        "--policy", "oracle", "--n", n, "--samples", 2, "--reward", tmp_path / "given.py",
+        "--html", tmp_path / "r.html")
+    trees = data_of((tmp_path / "r.html").read_text())["trees"]
+    assert len({tree["group"] for tree in trees}) == n == len(trees) / 2
+    assert max(map(len, text.splitlines())) <= 100 and "nan" not in text
+    if not kind:
+        assert "no question could be scored" in message and "GRPO" not in text
+        return
+    assert message is None and kind in text
+    learns = n if kind.startswith("mixed") else 0
+    assert f"differ in score: {learns} of {n} here" in " ".join(text.split())
+    assert ("easier questions" in text) == (not learns)
+
+
+def test_against_saved_trees_each_question_is_paired_with_itself(command, tmp_path):
+    ask = "--policy", "oracle", "--n", 3, "--lengths", "1k,2k"
+    saved = tmp_path / f"{'long' * 20}.jsonl"
+    assert command(*ask, "--samples", 2, "--save", saved)[0] is None
+    trees = read_rollouts(saved, Task)
+    first = [replace(trees[0], reward=0.5), replace(trees[1], reward=0.0)]
+    second = [replace(trees[2], failed="lost", reward=0.0), trees[3]]
+    write_rollouts(saved, [*trees[4:], *first, *second])
+    message, text = command(*ask, "--against", saved)
+    *_, shorter, longer = " ".join(text.split()).split("rlm1 minus")
+    assert message is None and max(map(len, text.splitlines())) <= 100
+    assert "3 questions of requests 1000: +0.250 (95 %" in shorter
+    assert "3 questions of requests 2000: +0.000 (95 %" in longer
+
+
+@pytest.mark.parametrize("before, now, says", [
+    ([], ["--n", 3], "2 of its 2 are among the 3"),
+    ([], ["--n", 1], "1 of its 2 are among the 1"),
+    ([], ["--seed", 1], "0 of its 2 are among the 2"),
+    (["--methods", "rlm0,rlm1"], [], "several methods")])
+def test_other_questions_or_several_methods_are_nothing_to_compare_with(
+        before, now, says, command, tmp_path, monkeypatch):
+    """Which is said before anything is asked."""
+    ask, saved = ("--policy", "oracle", "--n", 2), tmp_path / "saved.jsonl"
+    assert command(*ask, *before, "--save", saved)[0] is None
+    monkeypatch.delattr(evaluation, "rollout")
+    message, text = command(*ask, *now, "--against", saved)
+    assert says in message and "\n" not in message and not text
 
 
 @pytest.mark.parametrize("args, says", [
@@ -159,7 +264,9 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not both"),
     (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
-    (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for --data")])
+    (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for --data"),
+    (["--model", "m", "--samples", "2", "--temperature", "0"], "are the same"),
+    (["--policy", "oracle", "--against", "/nowhere"], "/nowhere")])
 def test_bad_input_gives_one_line(args, says, command):
     message, _ = command(*args)
     assert says in message and "\n" not in message.strip()

@@ -37,7 +37,7 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = tree(HOSTILE, children=3), tree("plain")
     trees = [(f"evidence rlm1 {HOSTILE} #0", first), ("evidence rlm1 #1", second)]
     packed = report.of_trees(trees, advantages={first.root: 1.25})
-    page = report.page(HOSTILE, {HOSTILE: HOSTILE}, [], {HOSTILE: packed})
+    page = report.page(HOSTILE, {HOSTILE: HOSTILE}, HOSTILE, {HOSTILE: packed})
     assert page.count("<script") == 2 == page.count("</script>")
     assert not any(text in page for text in EVIL if "<" in text)
     assert "default-src 'none'" in page and "innerHTML" not in page
@@ -57,7 +57,7 @@ def test_sampled_tokens_carry_their_log_probability():
     root.add(Turn("assistant", "f", (102,), (-0.25,)))
     rollout = Rollout(Task("t", "evidence", "q", None), "t", root, 1.0)
     packed = report.of_trees([("x #0", rollout)], LETTERS)
-    data = data_of(report.page("", {}, [], {"": packed}))
+    data = data_of(report.page("", {}, "", {"": packed}))
     turns = data["trees"][0]["nodes"][0]["turns"]
     assert ["tokens" in turn for turn in turns] == [False, True, False, True]
     assert turns[1]["tokens"] == [["c", -0.5], ["d", -7.0]]
@@ -121,7 +121,7 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
     metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]
     metrics.append({"phase": "eval", "name": "validation", "step": 2, "score": 0.75})
-    page = report.page(HOSTILE, {}, [], {
+    page = report.page(HOSTILE, {}, HOSTILE, {
         2: report.of_trees([("early", early)], LETTERS, {tokens: -1.0}),
         3: report.of_trees(
             trees, LETTERS, {node: 0.5 for node in trees[1][1].root.walk()})},

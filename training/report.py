@@ -12,8 +12,10 @@ import base64
 import hashlib
 import json
 import re
+import textwrap
 import zlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from repl import cut
 from tasks.text import as_text
 from training.metrics import shares
+from training.scores import WHAT_HELPS, alike, best_of, mean_of
 from tree import Node, Rollout, Turn
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -39,15 +42,13 @@ CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
 }
 
 
-def page(title: str, settings: dict, rows: list[dict], steps: dict[Any, str],
-         metrics: Sequence[dict] = (), differences: Sequence[dict] = ()) -> str:
-    """The page as a text. `rows` and `differences` are made by eval.py, `metrics` are the
-    lines of metrics.jsonl. `steps` has the trees of each step as `of_trees` made them; an
-    evaluation has one "step" with an empty name."""
+def page(title: str, settings: dict, table: str, steps: dict[Any, str],
+         metrics: Sequence[dict] = ()) -> str:
+    """The page as a text. `table` has lines as they are printed, `metrics` those of
+    metrics.jsonl. `steps` has the trees of each step as `of_trees` made them; an evaluation
+    has one "step" with an empty name."""
     given = [f"{name} {value}" for name, value in settings.items()
              if value not in (None, "") and value is not False]
-    table = "\n".join(
-        [HEAD, *map(table_line, rows), *map(difference_line, differences)])
     body = (f"<h1>{escape(title)}</h1><details><summary>settings</summary>"
             f"<p>{escape(' · '.join(given))}</p></details>"
             f"<pre style=white-space:pre>{escape(table)}</pre>")
@@ -66,30 +67,70 @@ def deflated(value: Any) -> str:
     return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
-HEAD = (f"{'task':15} {'method':10} {'length':>9} {'n':>4} {'failed':>6} {'score':>6}  "
-        f"{'95 % interval':14} {'in tok':>9} {'out tok':>7} {'nodes':>6} {'seconds':>7}  "
-        "how the roots ended")
+# ------------------------------------------------------------------------------------------
+# The table, of at most WIDTH columns
+
+WIDTH = 100
+HEAD = (f"{'task':14} {'method':10} {'context':>10} {'questions':>9} {'score':>5} "
+        f"{'95 % interval':14} {'tokens in':>9} {'out':>6} {'nodes':>5} {'seconds':>7}")
 
 
-def table_line(row: dict) -> str:
-    """The summary of an evaluation as a line under HEAD."""
-    def number(name: str, width: int, digits: int = 0) -> str:
-        value = row[name]
-        return "-".rjust(width) if value is None else f"{value:{width},.{digits}f}"
+def table_lines(row: dict) -> str:
+    """The summary of an evaluation as a row under HEAD, and a note under it."""
+    line = (f"{row['task']:14.14} {row['method']:10} {number(row, 'length', 10)} "
+            f"{score_columns(row)} {number(row, 'in', 9)} {number(row, 'out', 6)} "
+            f"{number(row, 'nodes', 5, 1)} {number(row, 'seconds', 7, 1)}")
+    notes = [f"roots ended: {shares(row['ends']) or 'none'}",
+             f"lost trees: {row['failed']}"]
+    if row["own"] is not None:  # where --reward replaced it
+        notes.append(f"the task's own score: {row['own']:.3f}")
+    return f"{line}\n{note('; '.join(notes))}"
 
-    interval = f"[{number('low', 5, 3)}, {number('high', 5, 3)}]"
-    own = row.get("own")  # the task's own score, where --reward replaced it
-    return (f"{row['task']:15} {row['method']:10} {number('length', 9)} {row['n']:4} "
-            f"{row['failed']:6} {number('score', 6, 3)}  {interval} {number('in', 9)} "
-            f"{number('out', 7)} {number('nodes', 6, 1)} {number('seconds', 7, 1)}  "
-            f"{shares(row['ends'])}{'' if own is None else f'  own score {own:.3f}'}")
+
+def sample_lines(groups: Collection[list[float]], samples: int) -> str:
+    """Under a row: what the best of k trees per question score, for powers of two, and what
+    GRPO would see. `groups` are the scores of each question's trees."""
+    lines = []
+    for k in sorted({samples, *(2 ** i for i in range(samples.bit_length()))}):
+        best = mean_of([best_of(scores, k) for scores in groups if len(scores) >= k])
+        lines.append(f"{f'    the best of {k} (pass@{k})':36} {score_columns(best)}")
+    kinds = Counter(map(alike, groups))
+    varied = shares(dict(kinds.most_common()))
+    lines.append(note(f"questions by what their trees score: {varied}"))
+    learns = (f"With --group {samples} GRPO learns only where the trees of a question "
+              f"differ in score: {kinds['mixed']} of {len(groups)} here.")
+    if not kinds["mixed"]:
+        learns += f" {WHAT_HELPS}: docs/training.md#when-it-does-not-learn"
+    return "\n".join([*lines, note(learns)])
 
 
 def difference_line(d: dict) -> str:
-    """Two methods on the same questions."""
-    return (f"{d['task']} {d['length'] or ''} {d['a']} - {d['b']} = {d['difference']:+.3f}"
-            f"  [{d['low']:+.3f}, {d['high']:+.3f}]  n {d['n']}")
+    """Two methods on the same questions, paired."""
+    asked = f"{d['n']} question{'s' * (d['n'] != 1)} of {d['task']} {d['length'] or ''}"
+    return note(f"{d['a']} minus {d['b']} on {asked.strip()}: "
+                f"{d['difference']:+.3f} (95 %: {d['low']:+.3f} to {d['high']:+.3f})", "")
 
+
+def score_columns(row: dict) -> str:
+    """How many questions, their mean score, and its interval."""
+    interval = f"[{number(row, 'low', 5, 3)}, {number(row, 'high', 5, 3)}]"
+    return f"{row['n']:9} {number(row, 'score', 5, 3)} {interval}"
+
+
+def number(row: dict, name: str, width: int, digits: int = 0) -> str:
+    """A value of the row in a column, "-" if there is none."""
+    value = row[name]
+    return "-".rjust(width) if value is None else f"{value:{width},.{digits}f}"
+
+
+def note(text: str, indent: str = "    ") -> str:
+    """Lines of at most WIDTH."""
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent,
+                         break_on_hyphens=False)
+
+
+# ------------------------------------------------------------------------------------------
+# Curves
 
 def measured(metrics: Sequence[dict]) -> dict:
     """The curves over the steps of GRPO that have two points, with the reward the scores on

@@ -206,10 +206,7 @@ class Run:
         self.state.results[name] = row
         self.log({"phase": "eval", "name": name, "step": self.state.step,
                   "sampled": self.state.sampled, **row})
-        own = "" if row["own"] is None else f" (the task's own {row['own']:.3f})"
-        print(f"{name}: score {row['score']:.3f}{own}  "
-              f"[{row['low']:.3f}, {row['high']:.3f}]  n {row['n']}, length "
-              f"{row['length']:,}, {row['nodes']:.1f} nodes, {metrics.shares(row['ends'])}")
+        print(f"{report.HEAD}\n{report.table_lines(row | {'task': name})}")
         return row["score"]
 
     def report(self) -> None:
@@ -218,12 +215,13 @@ class Run:
         if self.world.rank:
             return
         rows = [row | {"task": name} for name, row in self.state.results.items()]
+        table = [report.HEAD, *map(report.table_lines, rows)]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             lines = [line for line in file if line.endswith("}\n")]  # not cut by a crash
             measured = [json.loads(line) for line in lines]
         write_text(self.path("report.html"), report.page(
             f"Training run, step {self.state.step} of {self.config.steps}",
-            asdict(self.config), rows, self.shown, measured))
+            asdict(self.config), "\n".join(table), self.shown, measured))
         self.reported = time.monotonic()
 
     # --- what it leaves -------------------------------------------------------------------

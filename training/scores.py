@@ -1,10 +1,13 @@
-"""Scores of answers: means, intervals, and the differences of methods.
+"""Scores of answers: means, intervals, several trees per question, and differences.
 
-Intervals are at 95 %, over questions. Left out: intervals over training runs. Tried: a
-bootstrap alone, which is certain of four equal scores, so `interval` widens it.
+Intervals are at 95 %, over questions, each with the mean of its trees. Left out: intervals
+over training runs. Tried: a bootstrap alone, which is certain of four equal scores, so
+`interval` widens it.
 """
 import itertools
+import math
 from collections import Counter
+from statistics import fmean
 
 import numpy as np
 
@@ -13,6 +16,9 @@ from tasks.text import as_text
 from tree import Rollout
 
 Z = 1.959964  # deviations on each side of a 95 % interval
+WHAT_HELPS = (  # where all trees of a question score alike
+    "Take easier questions or --warmup if they score 0, harder ones if they score 1; or "
+    "raise --group")
 
 
 def trained_as(config: RLMConfig) -> str:
@@ -29,23 +35,41 @@ def record_of(rollout: Rollout) -> dict:
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
 
 
+def by_question(records: list[dict]) -> dict[str, list[float]]:
+    """The scores of each question's trees, by the question's id. Lost trees are left
+    out, and with them a question that has no other."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if not record["failed"]:
+            found.setdefault(record["id"], []).append(record["score"])
+    return found
+
+
 def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
-    """A row of the table: means over the questions that did not fail."""
+    """A row of the table: the score is a mean over questions, all else over trees. `n` are
+    the questions with a tree that was not lost, `failed` the lost trees."""
     scored = [r for r in records if not r["failed"]]
+    means = [fmean(scores) for scores in by_question(records).values()]
 
     def mean(name: str) -> float | None:
         values = [r[name] for r in scored if r.get(name) is not None]
-        return float(np.mean(values)) if values else None
+        return fmean(values) if values else None
 
-    low, high = None, None
     if scored:
-        low, high = interval([r["score"] for r in scored])
         length = length or round(mean("context"))
     return {
-        "task": task, "method": method, "length": length, "n": len(scored),
-        "failed": len(records) - len(scored), "low": low, "high": high,
-        **{name: mean(name) for name in "score own in out nodes seconds".split()},
+        "task": task, "method": method, "length": length, **mean_of(means),
+        "failed": len(records) - len(scored),
+        **{name: mean(name) for name in "own in out nodes seconds".split()},
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
+
+
+def mean_of(scores: list[float]) -> dict:
+    """Their number, mean and interval; None where there are no scores."""
+    if not scores:
+        return {"n": 0, "score": None, "low": None, "high": None}
+    low, high = interval(scores)
+    return {"n": len(scores), "score": fmean(scores), "low": low, "high": high}
 
 
 def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
@@ -62,18 +86,31 @@ def interval(scores: list[float], least: float = 0.0) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def differences(cells: dict[tuple, list[dict]]) -> list[dict]:
+def best_of(scores: list[float], k: int) -> float:
+    """The expected best of k of these scores, drawn without replacement. Where they are 0
+    and 1 it is pass@k, with the unbiased estimate of Chen et al. (arXiv 2107.03374)."""
+    ways = math.comb(len(scores), k)  # of which comb(i, k - 1) have the i-th as their best
+    return sum(score * (math.comb(i, k - 1) / ways)
+               for i, score in enumerate(sorted(scores)))
+
+
+def alike(scores: list[float]) -> str:
+    """How the scores of a question's trees compare. GRPO learns from mixed ones alone."""
+    low, high = min(scores), max(scores)
+    if low < high:
+        return "mixed"
+    return f"all {int(low)}" if low in (0, 1) else "else alike"
+
+
+def differences(cells: dict[tuple, dict[str, list[float]]]) -> list[dict]:
     """For each two methods the mean difference of their scores, question by question, with
-    its 95 % interval. `cells`: {(task, length, method): records}."""
+    its 95 % interval. `cells`: {(task, length, method): scores by_question}."""
     rows = []
     for (one, a), (two, b) in itertools.combinations(cells.items(), 2):
-        if one[:2] != two[:2]:
-            continue
-        gaps = [x["score"] - y["score"] for x, y in zip(a, b, strict=True)
-                if not x["failed"] and not y["failed"]]
-        if gaps:
+        gaps = [fmean(a[id]) - fmean(b[id]) for id in a if id in b]
+        if one[:2] == two[:2] and gaps:
             low, high = interval(gaps, least=-1.0)
             rows.append({"task": one[0], "length": one[1], "a": one[2], "b": two[2],
-                         "n": len(gaps), "difference": float(np.mean(gaps)), "low": low,
+                         "n": len(gaps), "difference": fmean(gaps), "low": low,
                          "high": high})
     return rows
