@@ -112,6 +112,9 @@ def moved(before, model):
 def test_a_run_leaves_a_model_a_result_metrics_and_a_report(short_run):
     result = json.loads((short_run / "result.json").read_text())
     assert 0 <= result["heldout_warmup"] <= 1 and result["heldout_n"] == 3
+    [gain] = result["differences"]
+    assert gain["n"] == 3 and gain["difference"] == pytest.approx(
+        result["heldout_final"] - result["heldout_warmup"])
     assert {"config.json", "model.safetensors", "tokenizer.json",
             "tokenizer_config.json", "rlm.json"} <= set(os.listdir(short_run / "final"))
     steps = [row for row in lines(short_run) if row["phase"] == "grpo"]
@@ -467,6 +470,9 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
             assert want["grad_norm"] > 0
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    gains = [json.loads((path / "result.json").read_text())["differences"]
+             for path in (out, straight)]
+    assert gains[0] == gains[1] != []
     resumed = weights(out / "final")
     for name, weight in weights(straight / "final").items():
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)

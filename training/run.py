@@ -44,7 +44,7 @@ class State:
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
     best: float = -1e9  # score on the questions for validation
-    results: dict = field(default_factory=dict)  # scores by name
+    results: dict = field(default_factory=dict)  # by name: a summary, and all scores
     seconds: float = 0.0
     logged: int = 0  # bytes of metrics.jsonl
     checkpoint: str = ""  # the directory that the run continues from, if there is one
@@ -200,10 +200,10 @@ class Run:
     def log_scores(self, name: str, rollouts: list[Rollout]) -> float:
         """The scores of one tree per question, kept as results[name]. Returns their
         mean."""
-        row = scores.summary([scores.record_of(rollout) for rollout in rollouts],
-                             rollouts[0].task.kind, None,
+        records = [scores.record_of(rollout) for rollout in rollouts]
+        row = scores.summary(records, rollouts[0].task.kind, None,
                              scores.trained_as(self.setup.rlm_config))
-        self.state.results[name] = row
+        self.state.results[name] = row | {"by_question": scores.by_question(records)}
         self.log({"phase": "eval", "name": name, "step": self.state.step,
                   "sampled": self.state.sampled, **row})
         print(f"{report.HEAD}\n{report.table_lines(row | {'task': name})}")
@@ -215,7 +215,8 @@ class Run:
         if self.world.rank:
             return
         rows = [row | {"task": name} for name, row in self.state.results.items()]
-        table = [report.HEAD, *map(report.table_lines, rows)]
+        table = [report.HEAD, *map(report.table_lines, rows),
+                 *map(report.difference_line, self.gains())]
         with open(self.path("metrics.jsonl"), encoding="utf-8") as file:
             lines = [line for line in file if line.endswith("}\n")]  # not cut by a crash
             measured = [json.loads(line) for line in lines]
@@ -223,6 +224,13 @@ class Run:
             f"Training run, step {self.state.step} of {self.config.steps}",
             asdict(self.config), "\n".join(table), self.shown, measured))
         self.reported = time.monotonic()
+
+    def gains(self) -> list[dict]:
+        """The difference that GRPO made on the held-out questions, once it is measured."""
+        rows = self.state.results
+        return scores.differences({
+            (rows[name]["task"], None, name): rows[name]["by_question"]
+            for name in ("heldout_final", "heldout_warmup") if name in rows})
 
     # --- what it leaves -------------------------------------------------------------------
 
@@ -297,9 +305,11 @@ class Run:
             means = {name: row["score"] for name, row in rows.items()}
             write_json(self.path("result.json"), {
                 "seed": self.config.seed, "credit": self.config.credit, **means,
-                "heldout_n": rows["heldout_final"]["n"],
+                "heldout_n": rows["heldout_final"]["n"], "differences": self.gains(),
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})
+            for gain in self.gains():
+                print(report.difference_line(gain))
             print(f"held out {means['heldout_final']:.3f}, after {self.elapsed():.0f} s; "
                   f"the model is in {self.path('final')}")
         self.world.gather(None)  # rank 0 has written all
