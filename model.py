@@ -337,12 +337,15 @@ class Decoder(Adaptable):
 class HeadLogprobs(torch.autograd.Function):
     """x (N, D), weight (V, D), target (N,) -> log p(target) and entropy, float32 (N,).
 
-    Logits exist for n = `chunk` tokens at a time; the backward pass computes them again.
-    All chunks add to one gradient of the weight; autograd would make one per chunk."""
+    Logits exist for n = `chunk` tokens at a time. What depends on x alone has its gradient
+    in the forward pass already, but for a factor of each token. If the weight is trained,
+    the backward pass computes the logits again. All chunks then add to one gradient of the
+    weight; autograd would make one per chunk."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_N, chunk):
-        parts = []
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        parts, slopes = [], []
         for x, target in zip(x_ND.split(chunk), target_N.split(chunk)):
             all_nV = linear_float32(x, weight_VD)  # n D -> n V
             norm_n = all_nV.logsumexp(-1)  # n V -> n
@@ -350,30 +353,44 @@ class HeadLogprobs(torch.autograd.Function):
             chosen_n = all_nV.gather(1, target[:, None])[:, 0]  # n V -> n
             entropy_n = -all_nV.exp().mul_(all_nV).sum(-1)  # n V -> n
             parts.append((chosen_n, entropy_n, norm_n))
+            if of_x and not of_weight:
+                d_nV = logits_gradient(all_nV, target, torch.ones_like(norm_n))
+                slopes.append(d_nV.to(x.dtype) @ weight_VD)  # n V -> n D
+                del d_nV
             del all_nV  # before the next chunk's
         logprobs_N, entropy_N, norm_N = map(torch.cat, zip(*parts))
-        ctx.save_for_backward(x_ND, weight_VD, target_N, norm_N)
+        if slopes:
+            ctx.save_for_backward(torch.cat(slopes))
+        else:
+            ctx.save_for_backward(x_ND, weight_VD, target_N, norm_N)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_N, _):
+        if not ctx.needs_input_grad[1]:
+            slope_ND, = ctx.saved_tensors
+            return (slope_ND * grad_N[:, None]).to(slope_ND.dtype), None, None, None
         x_ND, weight_VD, target_N, norm_N = ctx.saved_tensors
-        dx_ND = torch.empty_like(x_ND)
-        dweight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        dx_ND, dweight_VD = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
         for begin in range(0, len(x_ND), ctx.chunk):
             n = slice(begin, begin + ctx.chunk)
-            x, target, grad = x_ND[n], target_N[n, None], grad_N[n, None]
-            d_nV = linear_float32(x, weight_VD)  # n D -> n V
-            d_nV.sub_(norm_N[n, None]).exp_().mul_(-grad)  # -p g
-            d_nV.scatter_add_(1, target, grad)  # (1 - p) g for the chosen token
-            d_nV = d_nV.to(x.dtype)
+            all_nV = linear_float32(x_ND[n], weight_VD)  # n D -> n V
+            all_nV -= norm_N[n, None]
+            d_nV = logits_gradient(all_nV, target_N[n], grad_N[n]).to(x_ND.dtype)
             torch.mm(d_nV, weight_VD, out=dx_ND[n])  # n V -> n D
-            if dweight_VD is not None:
-                dweight_VD.addmm_(d_nV.T, x)
-            del d_nV
+            dweight_VD.addmm_(d_nV.T, x_ND[n])
+            del all_nV, d_nV
         return dx_ND, dweight_VD, None, None
+
+
+def logits_gradient(logprobs_nV: Tensor, target_n: Tensor, grad_n: Tensor) -> Tensor:
+    """From all log-probabilities, in place: the gradient of the logits, where `grad_n` is
+    that of the targets' log-probabilities."""
+    grad_n1 = grad_n[:, None]
+    d_nV = logprobs_nV.exp_().mul_(-grad_n1)  # -p g
+    return d_nV.scatter_add_(1, target_n[:, None], grad_n1)  # (1 - p) g for the target
 
 
 # --- checkpoints --------------------------------------------------------------------------

@@ -126,10 +126,13 @@ def plain_logprobs(model, ids, mask):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
+@pytest.mark.parametrize("trained_head", [True, False])
 def test_logprobs_entropy_and_gradients_are_those_of_the_full_logits(
-        chunk, shape, monkeypatch, float64):
+        trained_head, chunk, shape, monkeypatch, float64):
     monkeypatch.setattr(model_module, "LOGITS_BYTES", 4 * VOCABULARY * chunk)
     model, plain = build(shape), build(shape)
+    for each in (model, plain):
+        each.lm_head.weight.requires_grad_(trained_head)
     ids = some_ids(model, rows=3)
     mask = masked(ids)
     got, got_entropy = model.logprobs(packed(ids, mask))
@@ -141,11 +144,16 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_full_logits(
     (got * weights).sum().backward()
     (want * weights).sum().backward()
     for (name, a), b in zip(model.named_parameters(), plain.parameters()):
+        if not b.requires_grad:
+            assert a.grad is None
+            continue
         torch.testing.assert_close(a.grad, b.grad, atol=1e-10, rtol=0, msg=name)
         assert b.grad.abs().max() > 1e-3, name
 
 
-def test_logits_exist_for_some_tokens_at_a_time(monkeypatch):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_logits_exist_for_some_tokens_at_a_time(passes, monkeypatch):
+    """Once, or in the backward pass once more, for the gradient of the head."""
     seen = []
 
     def watched(x, weight):
@@ -155,8 +163,9 @@ def test_logits_exist_for_some_tokens_at_a_time(monkeypatch):
     monkeypatch.setattr(model_module, "LOGITS_BYTES", 4 * VOCABULARY * 7)
     monkeypatch.setattr(model_module, "linear_float32", watched)
     model, ids = build(), torch.zeros(1, 31, dtype=torch.long)
+    model.lm_head.weight.requires_grad_(passes == 2)
     model.logprobs(packed(ids, torch.ones_like(ids)))[0].sum().backward()
-    assert seen == [7, 7, 7, 7, 2] * 2  # of 30; in the backward pass once more
+    assert seen == [7, 7, 7, 7, 2] * passes  # of 30
 
 
 # --- checkpoints --------------------------------------------------------------------------
