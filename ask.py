@@ -19,7 +19,7 @@ import tasks
 import util
 from config import RLMConfig, load_config, task_of
 from repl import cut
-from rlm import local_policy, rollout
+from rlm import grow, local_policy
 from sandbox.protocol import json_value
 from tasks import Task
 from tasks.text import about, as_text
@@ -70,8 +70,7 @@ class RLM:
         kind = tasks.kind_of(task_of(self.config, self.task))
         task = tasks.question("question", kind, (query, json_value(context), None))
         policy = aloud(self.policy) if verbose else self.policy
-        self.trace = await rollout(
-            task, policy, self.tokenizer, self.config, (self.seed,))
+        self.trace = await grow(task, policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
 
 
@@ -192,7 +191,7 @@ def ask(flags: AskConfig, question: Task) -> Node:
     if not question.kind:
         kind = tasks.kind_of(task_of(config, flags.task))
         question = replace(question, kind=kind)
-    return asyncio.run(rollout(question, aloud(policy), tokenizer, config, (flags.seed,)))
+    return asyncio.run(grow(question, aloud(policy), tokenizer, config, (flags.seed,)))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ import util
 from ask import Answering, policy_of
 from config import RLMConfig, load_config, task_of
 from repl import REPLError, trees_at_once
-from rlm import rollout
+from rlm import grow
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import scripted
 from training import report
 from training.scores import by_question, differences, record_of, summary, trained_as
-from training.trees import Job, grow, jobs, side_by_side
+from training.trees import attempt, side_by_side
 from tree import Completion, Node, Rollout, read_rollouts, write_rollouts
 from util import flag, write_text
 
@@ -154,7 +154,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, sampled
     begun = time.monotonic()
-    made_by = rollout
+    made_by = grow
     if method.startswith("rlm"):
         config = rlm_config_of(method, config)
     else:
@@ -166,8 +166,8 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         used.update(done.usage)
         return done
 
-    tree = Rollout(task, f"{method} {task.id}", *await grow(
-        Job(task, key), counted, tokenizer, config, reward, made_by))
+    grown = partial(made_by, task, counted, tokenizer, config, key)
+    tree = Rollout(task, f"{method} {task.id}", *await attempt(grown, task, reward))
     return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
                               "seconds": round(time.monotonic() - begun, 3)}, tree
 
@@ -196,13 +196,13 @@ def measure(flags: EvalConfig) -> None:
     methods = listed(flags.methods) or [trained_as(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
-    async def one(method: str, job: Job) -> tuple[dict, Rollout]:
-        chosen, task = policy, job.task
+    async def one(method: str, task: Task, key: tuple) -> tuple[dict, Rollout]:
+        chosen = policy
         if flags.policy:
             oracle = kinds[task.kind].oracle
             chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
         record, tree = await answer(
-            method, task, chosen, tokenizer, config, job.key, reward)
+            method, task, chosen, tokenizer, config, key, reward)
         # A seed gives the context again.
         return record, replace(tree, task=replace(task, context=None))
 
@@ -215,9 +215,9 @@ def measure(flags: EvalConfig) -> None:
     say(report.HEAD)
     for of, method in itertools.product(questions, methods):
         cell = (*of, method)
-        todo = jobs(questions[of], (flags.seed, *cell), flags.samples)
-        answers = asyncio.run(side_by_side(
-            partial(one, method), [(job,) for job in todo], at_once, f"{of[0]} {method}"))
+        todo = [(method, task, (flags.seed, *cell, i * flags.samples + n))
+                for i, task in enumerate(questions[of]) for n in range(flags.samples)]
+        answers = asyncio.run(side_by_side(one, todo, at_once, f"{of[0]} {method}"))
         records = [record for record, _ in answers]
         cells[cell] = by_question(records)
         say(report.table_lines(summary(records, *cell)))

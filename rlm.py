@@ -39,28 +39,22 @@ from tree import ENDS, Completion, Node, Refused, Sampling, Turn
 # ------------------------------------------------------------------------------------------
 # One tree
 
-async def rollout(task: Task, policy, tokenizer, config: RLMConfig,
-                  key: tuple = ()) -> Node:
+async def grow(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()) -> Node:
     """Grow one tree for a task and return its root; the answer is root.answer.
 
     `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
-    tree = _Tree(task, policy, tokenizer, config, key)
-    root, query = tree.root()
-    if not root.end:
-        await tree.converse(root, query, task.context)
-    return root
+    tree = Growth(task, policy, tokenizer, config, key)
+    if not tree.root.end:
+        await tree.converse(tree.root, tree.query, task.context)
+    return tree.root
 
 
-def opened(task: Task, tokenizer, config: RLMConfig) -> Node:
-    """The root of a tree as the policy reads it first."""
-    return _Tree(task, None, tokenizer, config, ()).root()[0]
+class Growth:
+    """One tree while it grows: its budgets, and what its nodes share. The root is opened at
+    once, so it is what the policy reads first. It has ended if it does not fit."""
 
-
-class _Tree:
-    """One tree while it grows: its budgets, and what its nodes share."""
-
-    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple):
+    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()):
         self.task, self.kind = task, tasks.of(task)
         self.policy, self.tokenizer = policy, tokenizer
         self.config, self.key = config, key
@@ -69,17 +63,12 @@ class _Tree:
         self.speaking = 0  # messages that are sampled now
         self.given_back = asyncio.Event()
         self.seconds_left = config.seconds
-
-    def root(self) -> tuple[Node, str]:
-        """The opened root, and its question: full prompts put a generated one into words.
-        The root has ended if it does not fit."""
-        query, root = self.task.query, Node()
-        generated = self.task.answer is not None  # a user's own question has no gold
-        if generated and self.config.style != "brief" and hasattr(self.kind, "in_words"):
-            query = self.kind.in_words(query)
-        if self.open(root, query, self.task.context):
-            root.end = "window"
-        return root, query
+        self.root, self.query = Node(), task.query
+        generated = task.answer is not None  # a user's own question has no gold
+        if generated and config.style != "brief" and hasattr(self.kind, "in_words"):
+            self.query = self.kind.in_words(task.query)
+        if self.open(self.root, self.query, task.context):
+            self.root.end = "window"
 
     def open(self, node: Node, query: str, context: Any) -> str:
         """Give a node its opening turns and count it. Returns what is wrong: that there is
@@ -174,7 +163,7 @@ class _Tree:
         if code is None:
             node.errors.append(turn)
             return "", NO_BLOCK[self.config.style]
-        result = await repl.execute(code, partial(self.query, node, context))
+        result = await repl.execute(code, on_query=partial(self.ask, node, context))
         if result.died == "memory" and not node.path:  # nobody's mistake but the user's
             raise Refused(result.error)
         self.seconds_left -= result.seconds
@@ -212,8 +201,8 @@ class _Tree:
         else:
             node.end = "window"
 
-    async def query(self, parent: Node, context: Any, kind: str, prompts: list[str],
-                    contexts: list | None) -> list:
+    async def ask(self, parent: Node, context: Any, kind: str, prompts: list[str],
+                  contexts: list | None) -> list:
         """Answer llm_query* and rlm_query* from the parent's code: one value per prompt, in
         order. The children of one batch run side by side."""
         if kind == "llm":

@@ -55,7 +55,7 @@ from training.scores import WHAT_HELPS
 from training.settings import GROUPS, Config
 from training.setup import (Setup, load, make_sampler, prepare, reference_of,
                             scripted_trees)
-from training.trees import EVERY_SECONDS, collect, jobs, some_left
+from training.trees import EVERY_SECONDS, collect
 from tree import Node, Rollout
 from util import read_flags
 
@@ -276,9 +276,9 @@ def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Tas
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
     policy = local_policy(sampler, setup.tokenizer)
-    return some_left(asyncio.run(collect(
-        jobs(asked, key, group), policy, setup.tokenizer, setup.rlm_config, setup.world,
-        label=label, reward=setup.reward)))
+    return asyncio.run(collect(
+        asked, policy, setup.tokenizer, setup.rlm_config, key, group, setup.world,
+        label=label, reward=setup.reward))
 
 
 def evaluate(run: Run, model: Decoder, sampler: Sampler, name: str,

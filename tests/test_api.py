@@ -11,7 +11,8 @@ import ask
 from baselines.api import API
 from conftest import command
 from config import RLMConfig
-from training.trees import collect, jobs
+from repl import REPLError
+from training.trees import collect
 from stub_server import KEY, Stub
 from tasks import Task
 from tasks.in_repl import block
@@ -81,8 +82,8 @@ def test_a_server_that_is_not_there_loses_the_tree(monkeypatch):
     with Stub(says="hi") as server:
         pass
     api = API(server.url, "m", max_retries=0)
-    lost, = asyncio.run(collect(jobs([TASK]), api, None, RLMConfig()))
-    assert server.url in lost.failed and "Connection" in lost.failed
+    with pytest.raises(REPLError, match=f"(?s){server.url}.*Connection"):
+        asyncio.run(collect([TASK], api, None, RLMConfig()))
 
 
 def reply(content, prompt=1, sampled=1):

@@ -13,7 +13,7 @@ import pytest
 import tasks
 from engine.parallel import World
 from config import RLMConfig
-from training.trees import collect, jobs
+from training.trees import collect
 from tasks import NAMES, Task, deep, load, make, oolong, qa, question, requests, reward
 from tasks.in_repl import block
 from tasks.scripts import script_policy, scripted
@@ -203,12 +203,12 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
         tasks_ = [Task(f"{i}", "qa", "Who built the lock?", context, ["Ann Lee"])
                   for i in range(24)]
         policy = script_policy(tasks_, None, 0, alone=False)
-        trees = asyncio.run(collect(jobs(tasks_), policy, None, RLMConfig(max_turns=3)))
+        trees = asyncio.run(collect(tasks_, policy, None, RLMConfig(max_turns=3)))
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         rewards += [tree.reward for tree in trees]
     assert rewards.count(1.0) > 18 and sum(reward < 0.5 for reward in rewards) > 18
     alone = script_policy(tasks_, None, 0, alone=True)
-    trees = asyncio.run(collect(jobs(tasks_), alone, None, RLMConfig(max_nodes=1)))
+    trees = asyncio.run(collect(tasks_, alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24
     with pytest.raises(Refused):  # one that is nowhere to be read
         qa.demonstrate(Task("t", "qa", "What is 6 * 7?", "", ["42"]), Node(), random)
@@ -219,8 +219,9 @@ def test_a_script_of_qa_takes_no_answer_from_the_question(style):
     """Which is repeated behind what was printed."""
     def answers(text):
         task = Task("t", "qa", "Was it Ann Lee or Tom?", {"a": text}, ["Ann Lee"])
-        trees = asyncio.run(collect(jobs([task], times=40), script_policy(
-            [task] * 40, None, 0, alone=False), None, RLMConfig(style=style)))
+        policy = script_policy([task] * 40, None, 0, alone=False)
+        trees = asyncio.run(
+            collect([task], policy, None, RLMConfig(style=style), group=40))
         return {child.answer for tree in trees for child in tree.root.children}
 
     echo, lines = "The river rose.", "FAQ\n1/2 cup\nThe question: who?\nann lee"
@@ -233,8 +234,8 @@ def test_a_script_of_qa_takes_no_answer_from_the_question(style):
     'Is "it\'s" or "plain" used?'])
 def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
     task = Task("t", "evidence", query, {"p": "the model's loss. A plain word."}, {})
-    trees = asyncio.run(collect(jobs([task], times=30), script_policy([task] * 30, None, 0,
-                                alone=False), None, RLMConfig()))
+    policy = script_policy([task] * 30, None, 0, alone=False)
+    trees = asyncio.run(collect([task], policy, None, RLMConfig(), group=30))
     assert not any("SyntaxError" in turn.text for tree in trees
                    for node in tree.root.walk() for turn in node.turns)
 
@@ -275,7 +276,7 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
 
     def rewards():
         policy = script_policy(asked, None, 0, alone=False)
-        trees = asyncio.run(collect(jobs(asked), policy, None, RLMConfig(max_turns=3)))
+        trees = asyncio.run(collect(asked, policy, None, RLMConfig(max_turns=3)))
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         return [tree.reward for tree in trees]
 
@@ -304,7 +305,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
             return block(deep.NODE_SCRIPTS[names[node.depth]][1])
 
         limits, policy = replace(config, max_depth=depth), scripted(script, tokenizer)
-        trees = asyncio.run(collect(jobs(questions), policy, tokenizer, limits))
+        trees = asyncio.run(collect(questions, policy, tokenizer, limits))
         return trees, sum(tree.reward for tree in trees) / len(trees)
 
     one = {names: play_each(1, *names)[1] for names in product(deep.NODE_SCRIPTS, repeat=2)}

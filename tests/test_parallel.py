@@ -236,9 +236,10 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     """Four questions on eight ranks; and the warm-up, as its packs have to be the same."""
     here, shares, lost = threading.local(), Counter(), {1}
 
-    async def grow(job, **_):
+    async def attempt(grown, *_):
         shares[here.rank] += 1
-        turn = Turn("assistant", "", (job.key[-1],), (0.0,))
+        key = grown.args[-1]
+        turn = Turn("assistant", "", (key[-1],), (0.0,))
         return Node(turns=[turn]), 0.0, "lost" * (here.rank in lost)
 
     def sampled(world):
@@ -255,7 +256,7 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
             questions=questions, rlm_config=setup.tiny_rlm(questions.kind)))
         return [node.ids for node in nodes]
 
-    monkeypatch.setattr(many, "grow", grow)
+    monkeypatch.setattr(many, "attempt", attempt)
     questions = Questions(tasks.load("requests"), heldout=4)
     asked = questions.heldout
     want = [(asked[i // 4], str(i // 4), [i]) for i in range(16)]

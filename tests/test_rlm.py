@@ -17,11 +17,11 @@ from config import RLMConfig, load_config
 from conftest import ROOT, command
 from prompts import opening, parse
 from repl import Limits
-from rlm import rollout
+from rlm import grow
 from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import block
 from tokenizer import ENDOFTEXT, Tokenizer
-from training import trees
+from training.trees import collect
 from tree import Completion, Node, Refused, Turn, Unscored, render
 
 
@@ -61,14 +61,10 @@ class Script:
         return Completion(text, tuple(ids), logprobs, stop)
 
 
-def collect(questions, policy, *more, key=(), **options):
-    return trees.collect(trees.jobs(questions, key), policy, *more, **options)
-
-
-def grow(says, question=None, tokenizer=None, **config):
+def grown(says, question=None, tokenizer=None, **config):
     policy = says if callable(says) else Script(says, tokenizer)
     return asyncio.run(
-        rollout(question or task(), policy, tokenizer, RLMConfig(**config)))
+        grow(question or task(), policy, tokenizer, RLMConfig(**config)))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ def seen(node):
 
 
 def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
-    root = grow({
+    root = grown({
         (): block("parts = rlm_query_batched('split', [context[:4], context[4:]])\n"
                   "FINAL({'parts': parts, 'kind': type(parts[0]).__name__})"),
         (0,): block("FINAL([*[rlm_query('up', c) for c in context[:3]], rlm_query('up')])"),
@@ -107,7 +103,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
 
 @pytest.mark.parametrize("max_depth", [1, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
-    root = grow({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
+    root = grown({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
                 else block("FINAL(rlm_query('what?', [context, 'ß']))")},
                max_depth=max_depth)
     *above, leaf = root.walk()
@@ -137,7 +133,7 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
         completions.append(done)
         return done
 
-    root = grow(watch, tokenizer=tiny)
+    root = grown(watch, tokenizer=tiny)
     rows.append((root.ids, root.mask))
     assert [c.stop for c in completions] == ["stop", "length", "stop", "stop"]
     assert len(completions[1].ids) == 5 and root.answer == "the context"
@@ -182,7 +178,7 @@ def test_a_message_ends_with_its_first_complete_block(text, code):
 
 
 def test_what_a_server_writes_behind_a_block_is_cut():
-    root = grow({(): [block("x = 1") + "\nIt prints 7.\n" + block("FINAL(7)"),
+    root = grown({(): [block("x = 1") + "\nIt prints 7.\n" + block("FINAL(7)"),
                       block("FINAL(x)")]})
     assert root.answer == 1 and root.turns[2].text == block("x = 1")
 
@@ -212,7 +208,7 @@ def test_sampling_ends_where_the_first_block_is_complete(tiny, kind):
 
 @pytest.mark.parametrize("text", ["The answer is FINAL(4).", "```repl\nFINAL(1)\n", ""])
 def test_a_message_without_a_complete_block_runs_nothing_and_counts_as_an_error(text):
-    root = grow({(): [text, block("FINAL(2)")]})
+    root = grown({(): [text, block("FINAL(2)")]})
     assert (root.answer, root.errors) == (2, [0])
     assert rlm.NO_BLOCK["full"] in seen(root)[0]
 
@@ -223,7 +219,7 @@ def test_a_message_without_a_complete_block_runs_nothing_and_counts_as_an_error(
 def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(last, end):
     """And its parent goes on."""
     says = [block("answer['content'] = {'best': [1]}"), block(last), block("x = 2")]
-    root = grow({(): block("FINAL([rlm_query('q', 1), 7])"), "*": says},
+    root = grown({(): block("FINAL([rlm_query('q', 1), 7])"), "*": says},
                 limits=Limits(seconds=0.3), max_turns=3, window=1800, turn_tokens=100)
     assert root.answer == [{"best": [1]}, 7] and root.children[0].end == end
     if end == "crash":  # what the server said stays with the node
@@ -246,7 +242,7 @@ def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused(
 
 
 def test_the_node_budget_is_the_trees_and_a_batch_gets_exactly_its_results_in_order():
-    root = grow({(): block("a = rlm_query_batched('q', list('abcde'))\n"
+    root = grown({(): block("a = rlm_query_batched('q', list('abcde'))\n"
                           "b = llm_query('late')\nFINAL([a, b])"),
                 "*": block("FINAL(context * 2)")}, max_nodes=4)
     values, late = root.answer
@@ -276,7 +272,7 @@ def test_only_what_is_used_refuses_a_message_in_whatever_order_they_are_sampled(
             return Completion(text, ids, (0.0,) * len(ids))
 
         config = RLMConfig(turn_tokens=60, tree_tokens=tokens, max_turns=1, max_nodes=50)
-        root = asyncio.run(rollout(task(), policy, tiny, config))
+        root = asyncio.run(grow(task(), policy, tiny, config))
         errors = [text for text in root.answer if text.startswith("Error")]
         assert len(root.answer) == 41 and all("budget of tokens" in text for text in errors)
         assert not errors and spent < tokens or len(errors) > 20 and spent == tokens
@@ -290,19 +286,19 @@ def test_the_trees_seconds_in_code_end_nodes_with_budget(monkeypatch):
     """Each block counts as two."""
     execute, x = rlm.REPL.execute, block("x = 1")
 
-    async def timed(*args):
-        return replace(await execute(*args), seconds=2.0)
+    async def timed(*args, **more):
+        return replace(await execute(*args, **more), seconds=2.0)
 
     monkeypatch.setattr(rlm.REPL, "execute", timed)
     says = {(): [x, block("FINAL(rlm_query('x'))")], "*": [x, x, block("FINAL('in')")]}
-    assert grow(says, seconds=7.0).answer == "in"
-    root = grow(says, seconds=6.0)
+    assert grown(says, seconds=7.0).answer == "in"
+    root = grown(says, seconds=6.0)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
-    root = grow({(): block("FINAL(llm_query_batched(['a', 'b ' * 5000, 'c']) + "
+    root = grown({(): block("FINAL(llm_query_batched(['a', 'b ' * 5000, 'c']) + "
                           "[rlm_query('d ' * 5000, 'x')])"), "*": "fine"},
                tokenizer=tiny, window=2000)
     assert root.answer[0] == root.answer[2] == "fine"
@@ -310,7 +306,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
         assert error.startswith("Error") and "window holds 2000" in error
     assert root.end == "final" and [n.path for n in root.children] == [(0,), (1,)]
 
-    root = grow({}, task("why " * 3000), tokenizer=tiny, window=2000)
+    root = grown({}, task("why " * 3000), tokenizer=tiny, window=2000)
     assert (root.end, root.answer, root.turns) == ("window", None, [])
 
 
@@ -321,7 +317,7 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
     says = {(): [block("print('word ' * 1500); 1 / 0"), block("FINAL(1)")]}
     most = 1
     for window in (1600, 1900, 2200):
-        root = grow(says, tokenizer=tokenizer, window=window, turn_tokens=100)
+        root = grown(says, tokenizer=tokenizer, window=window, turn_tokens=100)
         [shown] = seen(root)
         kept, missing = re.search(r"^(.*)\n... \[(\d+) characters cut: the window is "
                                   r"full\].*ZeroDiv", shown, re.DOTALL).groups()
@@ -342,13 +338,13 @@ async def picky(node, max_tokens, key):
 
 
 def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back():
-    root = grow(picky, tree_tokens=100, turn_tokens=100)
+    root = grown(picky, tree_tokens=100, turn_tokens=100)
     (one, two, three), four = root.answer
     assert one == three == "fine" and two == four
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    lost, = asyncio.run(collect([task("BAD")], picky, None, RLMConfig()))
+    _, lost = asyncio.run(collect([task(), task("BAD")], picky, None, RLMConfig()))
     assert lost.failed == "refused: too long for the server"
 
 
@@ -368,7 +364,7 @@ def test_a_refusal_in_a_later_turn_ends_the_root_and_is_scored():
 def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores(gold, query, scores):
     """A generated one is put into words, and its children are scored on their parts."""
     own = Task("q", "evidence", 'Quote all on "one".', {"a": "one", "b": "two"}, gold)
-    root = grow({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
+    root = grown({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
                  "*": block("FINAL(context)")}, own)
     assert root.answer == ["one", "two"] and root.turns[1].text.startswith(f"{query}\n")
     assert evidence_kind.STRATEGY in root.turns[0].text
@@ -426,7 +422,7 @@ def test_a_bug_in_a_policy_ends_all():
 
 
 def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
-    def grown(error):
+    def scored(error):
         async def score(task, answer, root):
             if task.id == "t1":
                 raise error
@@ -436,10 +432,10 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         return asyncio.run(collect([evidence(0), evidence(1)], policy, None, RLMConfig(),
                                    reward=score))
 
-    assert [(r.reward, r.failed, r.root.answer) for r in grown(Unscored("gone"))] == [
+    assert [(r.reward, r.failed, r.root.answer) for r in scored(Unscored("gone"))] == [
         (0.5, "", 1), (0.0, "Unscored('gone')", 1)]
     with pytest.raises(KeyError):
-        grown(KeyError("a bug"))
+        scored(KeyError("a bug"))
 
 
 def test_at_most_at_once_trees_run_side_by_side():
@@ -530,7 +526,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
     def child(node):
         return [reads[1], reads[3]][node.written]
 
-    root = grow({(): asks[1], "*": child},
+    root = grown({(): asks[1], "*": child},
                 Task("t", "question", example.query, example.context))
     assert root.end == "final" and root.answer and not root.errors
     assert [turn.text for turn in root.turns[1:]] == asks

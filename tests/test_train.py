@@ -30,7 +30,7 @@ from config import load_config
 from engine.parallel import World
 from grpo import Row
 from model import Decoder, DecoderConfig
-from rlm import opened
+from rlm import Growth
 from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
@@ -184,7 +184,7 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
     questions = Questions(tasks.load("evidence"), PAPERS)
     config = load_config(str(short_run / "warmup"))
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    root = opened(questions.draw("grpo", 0), tokenizer, config)
+    root = Growth(questions.draw("grpo", 0), None, tokenizer, config).root
     assert f"takes {len(root.ids):,} of them" in out and root.conversation[-1].text in out
     assert f"{len(questions.rows)} questions to train on" in out
     assert "gold answers score 1.000, the worst 1.000" in out

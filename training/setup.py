@@ -24,7 +24,7 @@ from engine.parallel import World
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from model import Decoder, DecoderConfig
 from repl import Limits
-from rlm import opened
+from rlm import Growth
 from sampler import Sampler
 from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
@@ -32,7 +32,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, settings
 from training.run import State, claim, found, resuming, weights_of
 from training.settings import Config
-from training.trees import collect, jobs, some_left
+from training.trees import collect
 from tree import Rollout, printable
 from util import readable
 
@@ -122,7 +122,7 @@ def announce(setup: Setup, wanted: Plan) -> None:
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
         print(wanted.described())
-    root = opened(questions.draw("grpo", 0), setup.tokenizer, setup.rlm_config)
+    root = Growth(questions.draw("grpo", 0), None, setup.tokenizer, setup.rlm_config).root
     print(settings.announced(config, setup.rlm_config, plan))
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
     print(f"a window of {plan.window:,} tokens; the first prompt {used}")
@@ -215,5 +215,5 @@ def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
     """One tree per question. A script takes the place of the policy, all else is as in
     GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)
-    return some_left(asyncio.run(collect(
-        jobs(asked), policy, tokenizer, rlm_config, world, at_once=32, label="scripts")))
+    return asyncio.run(collect(
+        asked, policy, tokenizer, rlm_config, world=world, at_once=32, label="scripts"))

@@ -4,7 +4,6 @@ import inspect
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,61 +14,49 @@ import util
 from config import RLMConfig
 from engine.parallel import World
 from repl import REPLError, trees_at_once
-from rlm import rollout
+from rlm import grow
 from tasks import Task
 from tree import Lost, Node, Refused, Rollout, Unscored
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 
 
-@dataclass(frozen=True)
-class Job:
-    """One tree that is to be grown."""
-    task: Task
-    key: tuple = ()  # seeds the sampling; no two trees of a run have the same
-    group: str = ""  # the trees of one question
-
-
-def jobs(questions: list[Task], key: tuple = (), times: int = 1) -> list[Job]:
-    """`times` trees for each question. A key ends with the number of its tree."""
-    return [Job(task, (*key, i * times + n), str(i))
-            for i, task in enumerate(questions) for n in range(times)]
-
-
-async def collect(todo: list[Job], policy, tokenizer, config: RLMConfig,
-                  world: World | None = None, at_once: int = 256, label: str = "",
+async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
+                  key: tuple = (), group: int = 1, world: World | None = None,
+                  at_once: int = 256, label: str = "",
                   reward: Callable | None = None) -> list[Rollout]:
-    """Each tree with its reward, in order. With a `world` each rank grows its share, and
-    then all ranks have the same trees."""
-    share = world.share(todo) if world else todo
+    """`group` trees for each question, in order, each with its reward. The sampling of a
+    tree is seeded by `key` and its number. With a `world` each rank grows its share, and
+    then all ranks have the same trees. Raises REPLError if every one of them is lost."""
+    todo = [(question, (*key, i * group + n))
+            for i, question in enumerate(questions) for n in range(group)]
+
+    async def one(question: Task, key: tuple) -> tuple[Node, float, str]:
+        return await attempt(
+            partial(grow, question, policy, tokenizer, config, key), question, reward)
+
     at_once = min(at_once, trees_at_once(config.max_nodes))
-    one = partial(grow, policy=policy, tokenizer=tokenizer, config=config, reward=reward)
-    grown = await side_by_side(one, [(job,) for job in share], at_once, label)
+    grown = await side_by_side(one, world.share(todo) if world else todo, at_once, label)
     if world:  # every rank knows the questions, so only the trees are exchanged
         grown = [tree for part in world.gather(grown) for tree in part]
-    return [Rollout(job.task, job.group, *tree)
-            for job, tree in zip(todo, grown, strict=True)]
+    trees = [Rollout(questions[i // group], str(i // group), *tree)
+             for i, tree in enumerate(grown)]
+    if trees and all(tree.failed for tree in trees):
+        raise REPLError(f"every tree was lost: {trees[0].failed}")
+    return trees
 
 
-def some_left(rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts. Raises REPLError if every one of them is lost."""
-    if all(rollout.failed for rollout in rollouts):
-        raise REPLError(f"every tree was lost: {rollouts[0].failed}")
-    return rollouts
-
-
-async def grow(job: Job, policy, tokenizer, config: RLMConfig,
-               reward: Callable | None = None,
-               method: Callable = rollout) -> tuple[Node, float, str]:
-    """One tree, made by `method`: its root, its reward, and why it failed ("" if it did
-    not).
+async def attempt(grown: Callable, question: Task,
+                  reward: Callable | None = None) -> tuple[Node, float, str]:
+    """One tree, as `await grown()` makes it: its root, its reward, and why it failed ("" if
+    it did not).
 
     If the machine loses the tree, another is grown with the same key: a killed REPL server
     loses all trees. If that is lost too, if the question is refused, or if there is no
     score, the reward is 0. Such trees stay out of means and baselines."""
     for _ in range(2):
         try:
-            root = await method(job.task, policy, tokenizer, config, job.key)
+            root = await grown()
             break
         except (REPLError, Lost, OSError) as error:
             if util.is_theirs(error):
@@ -80,7 +67,7 @@ async def grow(job: Job, policy, tokenizer, config: RLMConfig,
     else:
         return Node(end="failed"), 0.0, failed
     try:
-        return root, await reward_of(root, job.task, reward), ""
+        return root, await reward_of(root, question, reward), ""
     except Unscored as error:
         return root, 0.0, repr(error)
 
