@@ -191,7 +191,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
         keys.append(key)
         raise REPLError("no process left")
 
-    monkeypatch.setattr(evaluation, "rollout", refuse)
+    monkeypatch.setattr(evaluation, "grow", refuse)
     message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
     assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "-"]

@@ -344,7 +344,7 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    _, lost = asyncio.run(collect([task(), task("BAD")], picky, None, RLMConfig()))
+    _, lost = asyncio.run(collect([evidence(0), task("BAD")], picky, None, RLMConfig()))
     assert lost.failed == "refused: too long for the server"
 
 
@@ -558,7 +558,7 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeyp
     async def grown(task, *_):
         return Node(answer=task.context)
 
-    monkeypatch.setattr(ask, "rollout", grown)
+    monkeypatch.setattr(ask, "grow", grown)
     assert trained.completion("Which?", {7: "a"}) == {"7": "a"}  # as the REPL has it
 
 
