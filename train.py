@@ -90,8 +90,6 @@ def train(config: Config, world: World) -> None:
     run = warm_up(setup, state) if state.phase == "warmup" else None
     model, optimizer = load(setup, state)
     run = run or Run(setup, state)  # it writes, now that everything was read
-    if not state.checkpoint:
-        run.save_checkpoint(model, optimizer)
     sampler = make_sampler(setup, model)
 
     if "heldout_warmup" not in state.results:
@@ -134,7 +132,7 @@ def warm_up(setup: Setup, state: State) -> Run:
     """Supervised steps on what scripts, or a saved policy, wrote. They leave OUT/warmup.
     Returns the run that they begin."""
     config, plan, steps = setup.config, setup.plan, setup.config.warmup_steps
-    nodes = warm_up_nodes(setup) if steps else []
+    nodes = warm_up_nodes(setup) if state.step < steps else []
     model, optimizer = load(setup, state)
     run = Run(setup, state)
     printed_at = time.monotonic()
@@ -214,7 +212,7 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     setup, state = run.setup, run.state
     config, questions = setup.config, setup.questions
-    reference, clock = reference_of(setup), Clock(sampler.stats)
+    reference, clock = reference_of(setup, state), Clock(sampler.stats)
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()

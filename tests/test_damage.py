@@ -112,16 +112,6 @@ def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):
         assert "\n" not in command(train, monkeypatch, "--resume", "--out", out)
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(
-        short_run, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    shutil.copytree(short_run, out)
-    shutil.rmtree(out / "checkpoints")
-    before = (out / "metrics.jsonl").read_bytes()
-    assert "nothing can be resumed" in command(train, monkeypatch, "--resume", "--out", out)
-    assert (out / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
         short_run, tmp_path, monkeypatch):
     def warm_up(setup, state):

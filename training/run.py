@@ -68,8 +68,9 @@ def find(config: Config) -> State:
     if holds_run and not config.resume:
         raise ValueError(f"{out} holds a run: --resume continues it; or give another "
                          "--out, or remove it")
+    begin = State(phase="warmup" if config.warmup_steps else "grpo")
     if not config.resume:
-        return State()
+        return begin
 
     flags = flags_of(config)
     for name, before in read_json(earlier).items():
@@ -79,9 +80,7 @@ def find(config: Config) -> State:
                              f"to {now!r}")
     saved = checkpoint.checkpoints(out)
     if not saved:
-        if os.path.isdir(os.path.join(out, "trees")):  # GRPO had begun
-            raise ValueError(f"{out}: all checkpoints are gone; nothing can be resumed")
-        return State()
+        return begin
     last = saved[-1]
     state_file = os.path.join(last, "state.json")
     with reading(state_file):
@@ -102,9 +101,9 @@ def weights_of(config: Config, state: State) -> str:
 
 
 def frozen(config: Config, state: State) -> str:
-    """The weights that adapters are trained on: those that the warm-up left, and during it
-    those that the run began with."""
-    if state.phase == "grpo":
+    """The weights that adapters are trained on: those that the warm-up left; during it, or
+    without one, those that the run began with."""
+    if state.phase == "grpo" and config.warmup_steps:
         return os.path.join(config.out, "warmup")
     return config.model or os.path.join(config.out, "init")
 
@@ -247,7 +246,7 @@ class Run:
 
     def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
         """Write OUT/`name`: the weights, adapters merged. In GRPO the adapters are saved
-        too, beside the merged weights. They belong to the weights in OUT/warmup."""
+        too, beside the merged weights. They belong to the weights that GRPO began with."""
         with checkpoint.writing(self.path(name), self.world) as aside:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
         return self.path(name)
@@ -290,11 +289,10 @@ class Run:
         elif weights:
             deque(model.merged(), maxlen=0)
         if adapter and model.lora_rank:
-            # A run may be renamed: its own weights are named from where the adapters are.
-            folder, base = os.path.join(aside, "adapter"), frozen(self.config, self.state)
-            base = os.path.abspath(base)
-            if self.state.phase == "grpo":
-                base = os.path.relpath(base, folder)
+            folder = os.path.join(aside, "adapter")
+            base = os.path.abspath(frozen(self.config, self.state))
+            if Path(base).is_relative_to(os.path.abspath(self.out)):
+                base = os.path.relpath(base, folder)  # so that a run may be renamed
             hf.save_adapter(model, folder, base, first)
 
     def finish(self) -> None:

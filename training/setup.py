@@ -30,7 +30,7 @@ from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
 from training import checkpoint, settings
-from training.run import State, claim, found, resuming, weights_of
+from training.run import State, claim, found, frozen, resuming, weights_of
 from training.settings import Config
 from training.trees import collect
 from tree import Rollout, printable
@@ -195,18 +195,18 @@ def make_sampler(setup: Setup, model: Decoder) -> Sampler:
                    copy=setup.config.lora_rank > 0 and not plan.apart)
 
 
-def reference_of(setup: Setup) -> Decoder | None:
+def reference_of(setup: Setup, state: State) -> Decoder | None:
     """The policy that GRPO started from, for a KL term. With adapters it is the model with
     its adapters off, so nothing is loaded."""
     if not setup.config.kl or setup.config.lora_rank:
         return None
 
-    def frozen(model: Decoder) -> None:
+    def prepared(model: Decoder) -> None:
         model.requires_grad_(False)
         parallel.shard(model, setup.plan.dtype)
 
-    return Decoder.from_pretrained(os.path.join(setup.config.out, "warmup"),
-                                   setup.plan.dtype, DEVICE, frozen)
+    return Decoder.from_pretrained(
+        frozen(setup.config, state), setup.plan.dtype, DEVICE, prepared)
 
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
