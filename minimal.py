@@ -14,8 +14,8 @@ in which the notes are the variable `context`, and its code calls the model agai
 
 Root and children are one model. Each is a conversation of its own, called a node: a child
 reads its question and what its own code prints, and nothing of its parent. Only the root's
-answer is scored, and every child inherits its advantage: trees with better children score
-higher, and all else averages out. --roots-only trains roots alone. One core, 40 seconds.
+answer is scored, and every child inherits its advantage. Trees with better children score
+higher, so these become more likely. --roots-only trains roots alone. One core, 40 seconds.
 """
 import argparse, ast, copy, math, random, re, types, warnings  # noqa: E401
 from functools import partial
@@ -32,8 +32,8 @@ WORDS = {"animal": "otter heron badger falcon lizard beetle donkey turtle".split
 KIND = {word: kind for kind, words in WORDS.items() for word in words}
 OTHERS = "cloud window street letter number garden corner evening".split()
 PLACES = "Alston Belper Camber Darley Epping Frome Garth Kelso".split()
-HELDOUT = {(place, word) for i, place in enumerate(PLACES) for j, word in enumerate(KIND)
-           if (i + j) % 4 == 0}  # no note of the training has such a pair
+HELDOUT = {(word, other) for i, word in enumerate(KIND) for j, other in enumerate(OTHERS)
+           if (i + j) % 4 == 0}  # no note of the training has two such words
 
 def kind_of(note):
     return next((KIND[word] for word in note.split() if word in KIND), "")
@@ -44,9 +44,9 @@ def make(heldout=False):
     here = random.sample(range(8), random.randint(2, 3))
     for i in range(8):
         where = place if i in here else random.choice([p for p in PLACES if p != place])
-        unseen = heldout and i in here
-        word = random.choice([w for w in KIND if ((where, w) in HELDOUT) == unseen])
-        words = random.sample([word, *random.sample(OTHERS, 4)], 5)  # in any order
+        word, others = random.choice(list(KIND)), random.sample(OTHERS, 8)
+        others.sort(key=lambda other: ((word, other) in HELDOUT) != heldout)
+        words = random.sample([word, *others[:4]], 5)  # in any order
         context[f"{where} {i}"] = " ".join(words)
     gold = {name: kind_of(note) for name, note in context.items() if place in name}
     return f'Sort the notes from "{place}"', context, gold
@@ -66,12 +66,12 @@ ROOT_SCRIPTS = [FIND + ASK + JOIN,  # the good one
                 FIND + 'kinds = ["KIND" for n in names]\n' + JOIN]  # guesses
 READ, ANSWER = "print(context)", 'FINAL("KIND")'
 
-def imitate(nodes):
+def demonstrate(nodes):
     """Scripts write a message into each node. Two of three children guess."""
     for node in nodes:
         text = random.choice([READ, ANSWER, ANSWER] if node.depth else ROOT_SCRIPTS)
         kind = random.choice(list(WORDS))
-        if len(node.turns) > 1:  # a child that has read its note
+        if len(node.messages) > 1:  # a child that has read its note
             text, kind = ANSWER, kind_of(node.context)
         text = text.replace("KIND", kind).replace("PLACE", node.question.split()[-1])
         node.add(text, [*encode(text), END], 1)
@@ -93,7 +93,7 @@ def encode(text):
 def decode(ids):
     return " ".join(TOKENS[i] for i in ids if i != END).replace(" \n ", "\n")
 
-WIDTH, HEADS, LAYERS, LONGEST, WINDOW = 64, 4, 2, 64, 192  # tokens of a message, a node
+WIDTH, HEADS, LAYERS, TURN_TOKENS, WINDOW = 64, 4, 2, 64, 192
 
 def new_model():
     """The weights of a decoder by name."""
@@ -135,7 +135,7 @@ def sample(model, nodes):
     """The model writes a message into each node."""
     for batch, ids in batches(nodes):
         cache, drawn, ended = {}, [], torch.zeros(len(batch), 1, dtype=torch.bool)
-        while len(drawn) < LONGEST and not ended.all():
+        while len(drawn) < TURN_TOKENS and not ended.all():
             ids = torch.multinomial(logits(model, ids, cache)[:, -1].softmax(-1), 1)  # B 1
             drawn.append(ids)
             ended |= ids == END
@@ -156,21 +156,21 @@ def log_probability(model, nodes):
 
 # --- 3. The recursion ---------------------------------------------------------------------
 # `converse` yields [node] when that needs a message. The `await` in the code of its parent,
-# which so waits for its children, passes this list on to `grow`. There the model writes for
+# which so waits for its children, passes this list on to `collect`. There the model writes for
 # all nodes that wait, in all trees, and each of them goes on.
 CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; more levels need more scripts
-MESSAGES, SHOWN = 2, 8  # that a node writes; tokens that it reads: one note, not two
+MAX_TURNS, SHOWN = 2, 8  # messages of a node; tokens that it reads: one note, not two
 
 class Node:
     """One conversation. It grows only at its end, so it is one training sequence."""
     def __init__(self, question, context, depth=0):
         self.question, self.context, self.depth = question, context, depth
-        self.turns = []  # (text, whether the model wrote it)
+        self.messages = []  # (text, whether the model wrote it)
         self.ids, self.mask = [], []  # tokens; 1 for those that the model wrote, else 0
         self.children, self.answer = [], None
 
     def add(self, text, ids, written):
-        self.turns.append((text, written))
+        self.messages.append((text, written))
         self.ids += ids
         self.mask += [written] * len(ids)
 
@@ -180,7 +180,7 @@ def side_by_side(conversations):
     while waiting := [node for one in conversations for node in next(one, [])]:
         yield waiting
 
-async def query(node, question, contexts):
+async def ask(node, question, contexts):
     """What rlm_query_batched does in the code of a node: one child per context answers."""
     if not 1 <= len(contexts) <= CHILDREN[node.depth] - len(node.children):
         raise ValueError(f"{len(contexts)} children are refused")
@@ -201,22 +201,22 @@ def converse(node):
     """Up to its answer. Yields the nodes that wait for a message: it, or some below it."""
     printed, finals, text = [], [], node.question
     names = {"print": printed.append, "FINAL": finals.append,
-             "rlm_query_batched": partial(query, node),
+             "rlm_query_batched": partial(ask, node),
              "context": copy.copy(node.context)}  # other trees have the same notes
-    while not finals and len(node.turns) < 2 * MESSAGES:
+    while not finals and len(node.messages) < 2 * MAX_TURNS:
         node.add(text, [*encode(text)[:SHOWN], WRITE], 0)
         yield [node]
         printed.clear()
         try:
-            running = eval(checked(node.turns[-1][0]), names)
+            running = eval(checked(node.messages[-1][0]), names)
             if running:  # it has an `await`; other code has run to its end by now
                 yield from running.__await__()
         except Exception as error:  # the model's mistakes are for the model to read
             printed.append(f"{type(error).__name__}: {error}")
-        text = " ".join(each for each in printed if isinstance(each, str))
+        text = " ".join(part for part in printed if isinstance(part, str))
     node.answer = finals[0] if finals else None
 
-def grow(questions, write):
+def collect(questions, write):
     """One tree per question: roots, rewards. `write` adds a message to nodes that wait."""
     roots = [Node(question, context) for question, context, _ in questions]
     for waiting in side_by_side([converse(root) for root in roots]):
@@ -227,7 +227,7 @@ def grow(questions, write):
 # --- 4. The training ----------------------------------------------------------------------
 WARMUP_STEPS, WARMUP_RATE, WARMUP_TREES = 600, 3e-3, 8  # per step
 STEPS, RATE, QUESTIONS, GROUP = 80, 1e-3, 8, 8  # GROUP: trees of a question
-EPSILON, MAX_NORM = 1e-2, 0.2  # at a norm of 1.0 a step made the model forget to ask
+EPSILON, LENGTH_CONSTANT, MAX_NORM = 1e-2, 64, 0.2  # at a norm of 1.0 it forgot to ask
 
 def advantages(rewards):
     """How many deviations each tree is better than the mean of its group."""
@@ -244,15 +244,16 @@ def inherit(node, advantage, weight=1.0):
 
 def policy_loss(model, roots, rewards, roots_only):
     """-J, where J is the mean of J(root, A) over all trees, and for k children y_i of y
-    J(y, A) = A * log_probability(y) / LONGEST + (1 / k) * sum_i J(y_i, A).
-    PPO's ratio is 1, as each batch has one update. So there is nothing to clip."""
-    credit = [each for root, advantage in zip(roots, advantages(rewards))
-              for each in inherit(root, advantage) if each[0].depth == 0 or not roots_only]
-    each = log_probability(model, [node for node, _, _ in credit])
-    J = sum(weight * advantage * each[node] for node, advantage, weight in credit)
-    return -J / (LONGEST * len(roots))
+    J(y, A) = c * A * log_probability(y) + (1 / k) * sum_i J(y_i, A).
+    PPO has the ratio p / p_old of each token in place of log p. In the first update of a
+    batch it is 1, with the gradient of log p. There is no second: so nothing is clipped."""
+    credits = [given for root, advantage in zip(roots, advantages(rewards))
+               for given in inherit(root, advantage) if root is given[0] or not roots_only]
+    logprobs = log_probability(model, [node for node, _, _ in credits])
+    J = sum(weight * advantage * logprobs[node] for node, advantage, weight in credits)
+    return -J / (LENGTH_CONSTANT * len(roots))
 
-def update(optimizer, loss, rate):
+def optimizer_step(optimizer, loss, rate):
     loss.backward()
     optimizer.param_groups[0]["lr"] = rate
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -261,7 +262,7 @@ def update(optimizer, loss, rate):
 
 def show(node):
     """Prints a tree: · is what a node reads, » what it writes."""
-    for text, written in node.turns:
+    for text, written in node.messages:
         mark = "    " * node.depth + ("» " if written else "· ")
         print(mark + text.replace("\n", f"\n{mark}"))
     for child in node.children:
@@ -269,7 +270,7 @@ def show(node):
 
 def evaluate(model, questions, when):
     """The mean reward of held-out questions. Prints the first tree."""
-    roots, rewards = grow(questions, lambda nodes: sample(model, nodes))
+    roots, rewards = collect(questions, lambda nodes: sample(model, nodes))
     print(f"\nA tree {when} GRPO, with reward {rewards[0]:.2f}:")
     show(roots[0])
     right = [child.answer == kind_of(child.context) for root in roots
@@ -291,17 +292,16 @@ def main():
     heldout = [make(heldout=True) for _ in range(200)]
 
     for step in range(WARMUP_STEPS):
-        roots, _ = grow([make() for _ in range(WARMUP_TREES)], imitate)
+        roots, _ = collect([make() for _ in range(WARMUP_TREES)], demonstrate)
         nodes = [node for root in roots for node, _, _ in inherit(root, 0.0)]
-        each = log_probability(model, nodes)
-        loss = -sum(each.values()) / (LONGEST * len(each))
-        update(optimizer, loss, WARMUP_RATE * (1 - step / WARMUP_STEPS))
+        loss = -sum(log_probability(model, nodes).values()) / len(nodes) / LENGTH_CONSTANT
+        optimizer_step(optimizer, loss, WARMUP_RATE * (1 - step / WARMUP_STEPS))
     before = evaluate(model, heldout, "before")
     for step in range(STEPS):
-        questions = [each for _ in range(QUESTIONS) for each in [make()] * GROUP]
-        roots, rewards = grow(questions, lambda nodes: sample(model, nodes))
+        questions = [question for _ in range(QUESTIONS) for question in [make()] * GROUP]
+        roots, rewards = collect(questions, lambda nodes: sample(model, nodes))
         loss = policy_loss(model, roots, rewards, args.roots_only)
-        update(optimizer, loss, RATE * (1 - step / STEPS))
+        optimizer_step(optimizer, loss, RATE * (1 - step / STEPS))
         if step % 10 == 9:
             print(f"GRPO, step {step + 1}: reward {rewards.mean():.2f}")
     after = evaluate(model, heldout, "after")
@@ -312,9 +312,9 @@ if __name__ == "__main__":
 
 # --- 5. What the real program does otherwise ----------------------------------------------
 # tasks/     requests that people wrote; questions that need children of children
-# repl.py    a process per node runs all of Python, in limits of time and memory; no `await`
-# rlm.py     coroutines in place of generators, and budgets of tokens, time and nodes
+# repl.py    all of Python, in a process per node; FINAL ends the code, here it runs on
+# rlm.py     coroutines; budgets; a node reads its question again below what it printed
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
 # sampler.py continuous batching; pages of keys and values, shared between prefixes
 # grpo.py    several updates per batch, so clipped ratios; a KL term; a weight for rounding
-# training/  steady.py shortens a step that makes the model forget; engine/ has several GPUs
+# training/  forgetting.py shortens a step that makes the model forget; engine/ has several GPUs
