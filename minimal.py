@@ -156,8 +156,8 @@ def log_probability(model, nodes):
 
 # --- 3. The recursion ---------------------------------------------------------------------
 # `converse` yields [node] when that needs a message. The `await` in the code of its parent,
-# which so waits for its children, passes this list on to `collect`. There the model writes for
-# all nodes that wait, in all trees, and each of them goes on.
+# which so waits for its children, passes this list on to `collect`. There the model writes
+# for all nodes that wait, in all trees, and each of them goes on.
 CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; more levels need more scripts
 MAX_TURNS, SHOWN = 2, 8  # messages of a node; tokens that it reads: one note, not two
 
@@ -317,4 +317,4 @@ if __name__ == "__main__":
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
 # sampler.py continuous batching; pages of keys and values, shared between prefixes
 # grpo.py    several updates per batch, so clipped ratios; a KL term; a weight for rounding
-# training/  forgetting.py shortens a step that makes the model forget; engine/ has several GPUs
+# training/  forgetting.py shortens a step that makes the model forget; engine/: more GPUs
