@@ -32,15 +32,15 @@ def oracle(nodes):
         text = minimal.ROOT_SCRIPTS[0].replace("PLACE", node.question.split()[-1])
         if node.depth:
             text = minimal.READ
-        if len(node.turns) > 1:
-            text = minimal.ANSWER.replace("KIND", minimal.kind_of(node.turns[-1][0]))
+        if len(node.messages) > 1:
+            text = minimal.ANSWER.replace("KIND", minimal.kind_of(node.messages[-1][0]))
         writes(node, text)
 
 
 def scripted(groups):
     """Trees of scripts, so that rewards and shapes differ within a group."""
     questions = [q for _ in range(groups) for q in [minimal.make()] * minimal.GROUP]
-    return minimal.grow(questions, minimal.imitate)
+    return minimal.collect(questions, minimal.demonstrate)
 
 
 def as_rollouts(model, roots, rewards):
@@ -74,18 +74,19 @@ def chosen(model, ids):
 def test_it_runs_from_nothing_to_its_last_line(flags, model, monkeypatch, capsys):
     monkeypatch.setattr(minimal, "WARMUP_STEPS", 2)
     monkeypatch.setattr(minimal, "STEPS", 2)
-    monkeypatch.setattr(minimal, "LONGEST", 8)
+    monkeypatch.setattr(minimal, "TURN_TOKENS", 8)
     monkeypatch.setattr(minimal, "new_model", lambda: model)
-    for name in ("grow", "sample"):
+    for name in ("collect", "sample"):
         monkeypatch.setattr(minimal, name, Mock(wraps=getattr(minimal, name)))
     assert command(minimal, monkeypatch, *flags, "--seed", 1) is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "held out: 0.00 before, 0.00 after"
     assert any(line.startswith("» ") for line in lines)
 
-    *warmup, before, one, two, after = (c.args[0] for c in minimal.grow.call_args_list)
+    *warmup, before, one, two, after = (c.args[0] for c in minimal.collect.call_args_list)
     trained = sum([*warmup, one, two], [])
-    assert before == after and not pairs(after, 2) & pairs(trained, 1)
+    assert before == after and pairs(trained).isdisjoint(minimal.HELDOUT)
+    assert all(pairs([question]) & minimal.HELDOUT for question in after)
     different = [*one, *two][::minimal.GROUP]
     assert one + two == [each for each in different for _ in range(minimal.GROUP)]
     assert len({repr(each) for each in different}) == 2 * minimal.QUESTIONS
@@ -94,10 +95,11 @@ def test_it_runs_from_nothing_to_its_last_line(flags, model, monkeypatch, capsys
     assert all(weight.grad is None for weight in model.values())  # none is kept
 
 
-def pairs(questions, part):
-    """Places and words of the notes in their contexts, or of those in their golds."""
-    return {(name.split()[0], word) for question in questions for name in question[part]
-            for word in question[1][name].split() if word in minimal.KIND}
+def pairs(questions):
+    """The two words of a note that tell and do not tell its kind, of all notes."""
+    return {(word, other) for _, context, _ in questions for note in context.values()
+            for word in note.split() for other in note.split()
+            if word in minimal.KIND and other in minimal.OTHERS}
 
 
 def test_keys_and_values_in_the_cache_change_no_logits(model):
@@ -113,11 +115,11 @@ def test_keys_and_values_in_the_cache_change_no_logits(model):
 
 def test_answers_of_children_reach_their_parent_in_order():
     questions = [minimal.make(heldout=True) for _ in range(20)]
-    roots, rewards = minimal.grow(questions, oracle)
+    roots, rewards = minimal.collect(questions, oracle)
     assert rewards.tolist() == [1.0] * 20
     for root, (_, context, gold) in zip(roots, questions):
         assert [child.context for child in root.children] == [context[n] for n in gold]
-        assert all(child.turns[0][0] == "Kind?" for child in root.children)
+        assert all(child.messages[0][0] == "Kind?" for child in root.children)
 
 
 HOSTILE = [
@@ -149,7 +151,7 @@ def test_hostile_code_ends_its_node_and_no_more(code):
             else:
                 oracle([node])
 
-    roots, rewards = minimal.grow(
+    roots, rewards = minimal.collect(
         [(question, context, gold), ("hostile", context, gold)], write)
     assert rewards[0] == (len(gold) - 1) / len(gold) and rewards[1] == 0
     assert not isinstance(roots[1].answer, dict)
@@ -168,7 +170,7 @@ def test_whatever_the_vocabulary_can_say_comes_to_an_end():
                 ids[rng.randrange(len(ids))] = rng.randrange(len(minimal.TOKENS))
             node.add(minimal.decode(ids), ids, 1)
 
-    roots, _ = minimal.grow([minimal.make() for _ in range(300)], write)
+    roots, _ = minimal.collect([minimal.make() for _ in range(300)], write)
     assert any(root.children for root in roots)
     for root in roots:
         assert len(root.children) <= minimal.CHILDREN[0]
@@ -208,7 +210,7 @@ def test_advantages_and_weights_are_those_of_grpo(model):
 
 @pytest.mark.parametrize("who", ["inherit", "root"])
 def test_loss_and_gradient_are_those_of_grpo(who, model):
-    assert minimal.LONGEST == LENGTH_CONSTANT
+    assert minimal.LENGTH_CONSTANT == LENGTH_CONSTANT
     roots, rewards = scripted(2)
     config = GRPOConfig(credit=who)
     rollouts = as_rollouts(model, roots, rewards)
