@@ -253,7 +253,7 @@ def test_other_questions_or_several_methods_are_nothing_to_compare_with(
     """Which is said before anything is asked."""
     ask, saved = ("--policy", "oracle", "--n", 2), tmp_path / "saved.jsonl"
     assert command(*ask, *before, "--save", saved)[0] is None
-    monkeypatch.delattr(evaluation, "rollout")
+    monkeypatch.delattr(evaluation, "grow")
     message, text = command(*ask, *now, "--against", saved)
     assert says in message and "\n" not in message and not text
 
