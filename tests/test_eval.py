@@ -145,7 +145,7 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
     ids = {}
-    for side in ("train", "heldout"):
+    for side in ("train", "heldout", "all"):
         for name, flags in (("generated", ["--tasks", "evidence", "--n", 12]),
                             ("rows", ["--data", PAPERS])):
             path = tmp_path / name
@@ -157,8 +157,8 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
     assert ids["rows", "heldout"] == {task.id for task in held}
     assert not ids["rows", "train"] & ids["rows", "heldout"]
-    every = ids["rows", "train"] | ids["rows", "heldout"]
-    assert len(every) == len(PAPERS.read_text().splitlines())
+    assert ids["rows", "train"] | ids["rows", "heldout"] == ids["rows", "all"]
+    assert len(ids["rows", "all"]) == len(PAPERS.read_text().splitlines())
 
 
 def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_path):

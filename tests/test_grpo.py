@@ -93,8 +93,8 @@ def test_who_is_trained_has_its_roots_advantage(who, trained):
     rows = rows_of(trees, plain(credit=who))
     nodes = [n for r in trees for n in r.root.walk() if n.path in trained]
     expected = [0.5] * len(trained) + [-0.5] * len(trained)
-    assert [(row.ids, set(row.advantages)) for row in rows] == [
-        (n.ids, {a}) for n, a in zip(nodes, expected)]
+    assert [(row.ids, row.depth, set(row.advantages)) for row in rows] == [
+        (n.ids, n.depth, {a}) for n, a in zip(nodes, expected)]
 
 
 @pytest.mark.parametrize("length, weights", [
