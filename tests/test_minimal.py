@@ -76,9 +76,10 @@ def test_it_runs_from_nothing_to_its_last_line(flags, model, monkeypatch, capsys
     monkeypatch.setattr(minimal, "STEPS", 2)
     monkeypatch.setattr(minimal, "TURN_TOKENS", 8)
     monkeypatch.setattr(minimal, "new_model", lambda: model)
-    for name in ("collect", "sample"):
+    for name in ("collect", "sample", "policy_loss"):
         monkeypatch.setattr(minimal, name, Mock(wraps=getattr(minimal, name)))
     assert command(minimal, monkeypatch, *flags, "--seed", 1) is None
+    assert {c.args[3] for c in minimal.policy_loss.call_args_list} == {bool(flags)}
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "held out: 0.00 before, 0.00 after"
     assert any(line.startswith("» ") for line in lines)

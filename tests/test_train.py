@@ -20,8 +20,10 @@ import pytest
 import torch
 from conftest import PAPERS, ROOT, SHORT, SMALL_MODEL, command, data_of
 
+import ask
 import eval as evaluation
 import grpo
+import rlm
 import tasks
 import train
 import training.run
@@ -31,13 +33,14 @@ from engine.parallel import World
 from grpo import Row
 from model import Decoder, DecoderConfig
 from rlm import Growth
+from sampler import Sampler
 from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
 from training.run import Run, State, find, weights_of
-from tree import Rollout, Turn, read_rollouts, write_rollouts
+from tree import Rollout, Sampling, Turn, read_rollouts, write_rollouts
 from util import read_flags
 
 
@@ -438,6 +441,30 @@ def test_a_run_trains_on_what_its_flags_say(
     assert drawn.read_bytes() != other.read_bytes()  # the other has another seed
     kl = [row["reference_kl"] for row in lines(out) if row["phase"] == "grpo"]
     assert abs(kl[0]) < 1e-6 < kl[1]
+
+
+@pytest.mark.parametrize("program, flags", [
+    (ask, f"--task evidence Why? {PAPERS} --temperature 0.5 --top-p 0.25"),
+    (evaluation, "--tasks evidence --n 1 --temperature 0.5 --top-p 0.25"),
+    (train, "--task evidence --heldout 1 --out {}")])
+def test_flags_arrive_where_they_are_used(program, flags, short_run, tmp_path, monkeypatch):
+    """At the sampler and at the REPL, of the first message."""
+    (tmp_path / "rlm.json").write_text('{"turn_tokens": 5}')
+    generate, repl = Mock(side_effect=Enough), Mock(wraps=rlm.REPL)
+    monkeypatch.setattr(Sampler, "generate", generate)
+    monkeypatch.setattr(rlm, "REPL", repl)
+    for seed in (7, 8):
+        with pytest.raises(Enough):
+            command(program, monkeypatch, "--model", short_run / "final", "--seed", seed,
+                    "--rlm", tmp_path / "rlm.json", "--sandbox", "off",
+                    *flags.format(tmp_path / str(seed)).split())
+        (_, most), given = generate.call_args
+        assert (most, given["key"][0]) == (5, seed)
+        drawn = Sampling() if program is train else Sampling(0.5, 0.25)
+        assert given["sampling"] == drawn
+    (first, *_), (last, tools, limits, _) = (call.args for call in repl.call_args_list)
+    assert "def search" in tools and limits.sandbox == "off"
+    assert (first != last) == (program is evaluation)  # its questions are drawn by --seed
 
 
 # --- where a run starts from --------------------------------------------------------------
