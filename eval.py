@@ -34,7 +34,7 @@ from rlm import grow
 from sampler import SamplerError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
-from tasks.scripts import scripted
+from tasks.scripts import message_of, scripted
 from training import report
 from training.scores import by_question, differences, record_of, summary, trained_as
 from training.trees import attempt, side_by_side
@@ -186,7 +186,7 @@ def measure(flags: EvalConfig) -> None:
     for path in filter(None, (flags.save, flags.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
-    reward = util.load_function(flags.reward, "score") if flags.reward else None
+    reward = util.load_function(flags.reward, "score(task, answer, root)")
     questions = {(name, length): questions_of(flags, kind, length)
                  for name, kind in kinds.items() for length in lengths_of(flags.lengths)}
     before = earlier(flags.against, questions) if flags.against else {}
@@ -200,7 +200,7 @@ def measure(flags: EvalConfig) -> None:
         chosen = policy
         if flags.policy:
             oracle = kinds[task.kind].oracle
-            chosen = scripted(lambda node, key: oracle(task, node), tokenizer)
+            chosen = scripted(lambda node, key: message_of(oracle, task, node), tokenizer)
         record, tree = await answer(
             method, task, chosen, tokenizer, config, key, reward)
         # A seed gives the context again.

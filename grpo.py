@@ -40,7 +40,7 @@ from torch import Tensor
 
 from engine.packing import Pack
 from tree import Node, Rollout
-from util import check, flag
+from util import check, expect, flag
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
 EPSILON = 1e-2  # a group whose rewards differ by less than this has small advantages
@@ -58,6 +58,19 @@ class Credit:
 def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     """The objective "grpo": every node inherits the advantage of its root."""
     return inherit(rollouts, advantages(rollouts, config), config)
+
+
+def credits_of(objective: Callable, rollouts: list[Rollout],
+               config: GRPOConfig) -> dict[Node, Credit]:
+    """What an objective says. Raises ValueError if that is no {node: Credit}, with one
+    advantage per sampled turn."""
+    credits = objective(rollouts, config)
+    expect(isinstance(credits, dict), objective, credits, "{node: Credit}")
+    for node, given in credits.items():
+        turns = sum(turn.is_sampled for turn in node.turns)
+        right = isinstance(given, Credit) and len(given.advantages) == turns
+        expect(right, objective, given, f"a Credit with {turns} advantages")
+    return credits
 
 
 def advantages(rollouts: list[Rollout], config: GRPOConfig,
@@ -128,8 +141,7 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Row]:
     """The batch as rows: one per node that has a credit and sampled a token. Rows without
     an advantage are dropped unless there is a KL term. The loss is a mean over all trees
-    (or tokens), and those of dropped rows are counted in its denominator. Raises
-    ValueError for a credit that has not one advantage per sampled turn."""
+    (or tokens), and those of dropped rows are counted in its denominator."""
     trees = [rollout for rollout in rollouts if not rollout.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)
@@ -138,9 +150,6 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     for node in nodes:
         given = credits[node]
         turns = [turn for turn in node.turns if turn.is_sampled]
-        if len(given.advantages) != len(turns):
-            raise ValueError(f"node {node.path}: {len(given.advantages)} advantages for "
-                             f"{len(turns)} sampled turns")
         if node.sampled and (any(given.advantages) or config.kl):
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]
@@ -176,6 +185,8 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRP
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()  # rho_t
     loss_N = loss(logprobs_N, ratio_N, pack, config)
+    shape, wanted = getattr(loss_N, "shape", loss_N), ratio_N.shape
+    expect(shape == wanted, loss, shape, f"{wanted}, a loss per token")
 
     reference_kl_N = torch.zeros_like(old_N)
     if config.kl:

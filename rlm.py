@@ -34,6 +34,7 @@ from tasks import Task
 from tasks.in_repl import source
 from tasks.text import about
 from tree import ENDS, Completion, Node, Refused, Sampling, Turn
+from util import expect
 
 
 # ------------------------------------------------------------------------------------------
@@ -66,7 +67,9 @@ class Growth:
         self.root, self.query = Node(), task.query
         generated = task.answer is not None  # a user's own question has no gold
         if generated and config.style != "brief" and hasattr(self.kind, "in_words"):
-            self.query = self.kind.in_words(task.query)
+            in_words = self.kind.in_words
+            self.query = in_words(task.query)
+            expect(isinstance(self.query, str), in_words, self.query, "a question")
         if self.open(self.root, self.query, task.context):
             self.root.end = "window"
 

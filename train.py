@@ -111,9 +111,10 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
     that such a name does not read."""
     objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
-        objective = util.load_function(config.objective, "credit")
+        objective = util.load_function(config.objective, "credit(rollouts, config)")
         path, _ = util.split_path(config.objective)
-        loss = getattr(util.load_file(path), "loss", loss)
+        if hasattr(util.load_file(path), "loss"):
+            loss = util.load_function(path, "loss(logprobs, ratio, pack, config)")
     elif config.objective != "grpo":
         from baselines import objectives
 
@@ -220,7 +221,7 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         key = config.seed, state.step
         rollouts = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.rollouts_done()
-        credit = setup.objective(rollouts, config)
+        credit = grpo.credits_of(setup.objective, rollouts, config)
         batches = [grpo.make_rows(trees, credit, config)
                    for trees in grpo.minibatches(rollouts, config)]
         measured = update(run, model, optimizer, reference, batches)

@@ -4,8 +4,11 @@ Standard library only. Left out: nested configurations, and files of settings.
 """
 import argparse
 import contextlib
+import inspect
 import json
 import os
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -195,17 +198,36 @@ def split_path(spec: str) -> tuple[str, str]:
     return path + ".py" if colon else path, name
 
 
-def load_function(spec: str, default: str) -> Callable:
-    """The function `path/to/file.py:function`, or the one called `default` in the file.
-    Raises ValueError if there is none."""
+def load_function(spec: str, call: str) -> Callable | None:
+    """The function `path/to/file.py:function`, or the one of that file which `call` names,
+    as "score(task, answer)"; None of "". Raises ValueError if there is none, or if it
+    cannot be called like that."""
+    if not spec:
+        return None
     path, name = split_path(spec)
-    return function_of(load_file(path), name or default)
+    default, *arguments = re.findall(r"\w+", call)
+    function = function_of(load_file(path), name or default)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{spec}: {error}: it is called as {call}") from None
+    return function
 
 
 def function_of(module: ModuleType, name: str) -> Callable:
     """Raises ValueError if the module has no such function."""
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{module.__file__} has no function {name}")
+def expect(right: bool, function: Callable, gave: Any, wanted: str) -> None:
+    """Raises ValueError, which names the function and its file, unless what it gave is
+    right. Ours and users' are checked alike."""
+    if not right:
+        name = getattr(function, "__name__", function)
+        shown = " ".join(repr(gave).split())
+        raise ValueError(f"{sys.modules[function.__module__].__file__}: {name} gives "
+                         f"{shown:.80} in place of {wanted}")
+
+
     return getattr(module, name)
 
 

@@ -19,10 +19,14 @@ imitate, tools, a reader of files.
 A user's own path/to/my_task.py is used like one of ours. Where a public scoring rule
 guesses what an answer meant, ours does not: on oolong a list of all labels scores 0.
 """
+import asyncio
 import importlib
+import inspect
 import json
+import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +64,9 @@ def load(spec: str, data: str | None = None) -> ModuleType:
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")
     kind = util.load_file(spec)
+    tools = getattr(kind, "TOOLS", ())
+    if not isinstance(tools, (tuple, list)) or not all(map(callable, tools)):
+        raise ValueError(f"{spec}: TOOLS is {tools!r}, no tuple of functions")
     name = name_of(kind)
     if name in NAMES or _files.setdefault(name, kind) is not kind:
         raise ValueError(f"{spec}: another task is called {name}; rename the file")
@@ -130,4 +137,15 @@ def question(id: str, kind: str, made: Any) -> Task:
 
 def reward(task: Task, answer: Any) -> float:
     """The score of an answer, in [0, 1]."""
-    return of(task).score(task, answer)
+    return asyncio.run(scored(of(task).score, task, answer))
+
+
+async def scored(score: Callable, *arguments) -> float:
+    """What a task's or a user's score gives, plain or async. Raises ValueError if that is
+    no finite number."""
+    value = score(*arguments)
+    if inspect.isawaitable(value):
+        value = await value
+    right = isinstance(value, (int, float)) and math.isfinite(value)
+    util.expect(right, score, value, "a finite number")
+    return float(value)

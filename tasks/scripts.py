@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 import tasks
+import util
 from tasks import Task
 from tree import Completion, Node, Rollout, read_rollouts
 
@@ -39,14 +40,21 @@ def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
         rng = random.Random(f"{(seed, number)} {path}")
         for _ in range(100):
             if hasattr(kind, "demonstrate"):
-                message = kind.demonstrate(questions[number], node, rng)
+                message = message_of(kind.demonstrate, questions[number], node, rng)
             else:
-                message = kind.oracle(questions[number], node)
+                message = message_of(kind.oracle, questions[number], node)
             if not (alone and re.search(r"\b(rlm|llm)_query", message)):
                 return message
         raise ValueError(f"the task {name} has no script that calls nobody")
 
     return scripted(script, tokenizer)
+
+
+def message_of(script: Callable, *arguments) -> str:
+    """What a kind's script writes. Raises ValueError if that is no text."""
+    message = script(*arguments)
+    util.expect(isinstance(message, str), script, message, "the text of a message")
+    return message
 
 
 def saved_trees(path: str) -> list[Rollout]:

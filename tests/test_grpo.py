@@ -13,7 +13,7 @@ from test_sampler import HYBRID
 from engine.attention import PackedRows, gather
 from engine.packing import Pack, collate, micro_batches
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
-                  credit, make_rows, minibatches, node_weights, policy_loss)
+                  credit, credits_of, make_rows, minibatches, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
 from tree import Node, Rollout, Turn
@@ -125,8 +125,8 @@ def test_rows_take_what_an_objective_says():
     given = {root: Credit([1.0, -2.0], 3.0), root.children[1]: Credit([0.0, 0.0], 1.0)}
     (row,) = make_rows([tree], given, GRPOConfig())
     assert row.advantages == [1.0] * 2 + [-2.0] * 3 and row.weight == 3 / LENGTH_CONSTANT
-    with pytest.raises(ValueError, match="1 advantages for 2 sampled turns"):
-        make_rows([tree], {root: Credit([1.0], 1.0)}, GRPOConfig())
+    with pytest.raises(ValueError, match="a Credit with 2 advantages"):
+        credits_of(lambda *_: {root: Credit([1.0], 1.0)}, [tree], GRPOConfig())
 
 
 def test_an_inert_switch_is_refused():

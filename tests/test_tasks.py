@@ -38,7 +38,7 @@ TOOLS = (count,)
 def make(rng, tokens=None, heldout=False):
     return "How many a?", "".join(rng.choices(string.ascii_letters, k=40)), 7
 
-def score(task, answer):
+async def score(task, answer):
     return float(1 / answer == 1 / task.answer)
 
 def oracle(task, node):

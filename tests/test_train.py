@@ -611,6 +611,30 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     assert "9e11" in args or not (tmp_path / "e").exists()
 
 
+@pytest.mark.parametrize("flag, function, says", [
+    ("--objective", "loss(*given): return given[1].mean()", "gives torch.Size([]) in"),
+    ("--objective", "loss(*given): return given[1][:, None]", ", 1]) in place of"),
+    ("--objective", "loss(*given): return given[1][1:]", "a loss per token"),
+    ("--objective", "loss(*given): pass", "gives None in place of torch.Size"),
+    ("--objective", "credit(*given): pass", "gives None in place of {node: Credit}"),
+    ("--objective", "credit(trees, config): return {trees[0].root: 1.0}", "1.0 in place"),
+    ("--reward", "score(task, answer): return 1.0", "called as score(task, answer, root)"),
+    ("--reward", "score(*given): return '1.0'", "gives '1.0' in place of a finite number"),
+    ("--task", "demonstrate(*given): pass", "gives None in place of the text"),
+    ("--task", "TOOLS(): pass", "no tuple of functions")])
+def test_what_is_wrong_with_a_users_function_is_said_in_one_line(
+        flag, function, says, short_run, tmp_path, monkeypatch):
+    (path := tmp_path / "theirs.py").write_text(
+        "from grpo import credit\nfrom tasks.requests import demonstrate, make, score\n"
+        f"def {function}")
+    message = command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
+                      "--warmup", "scripts", "--heldout", 1, "--kl", 0.1, "--out",
+                      tmp_path / "e", flag, path)
+    assert says in message and "\n" not in message
+    assert str(path) in message and function.partition("(")[0] in message
+    assert (tmp_path / "e").exists() != ("called as" in says or flag == "--task")
+
+
 def test_a_run_that_cannot_fit_stops_before_loading(
         short_run, tmp_path, monkeypatch, capsys):
     def never(*args, **more):

@@ -80,10 +80,9 @@ def prepare(config: Config, world: World, objective: Callable,
     if config.model and not config.resume:
         width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
     config = settings.filled_in(config, width)
-    reward = util.load_function(config.reward, "score") if config.reward else None
-    log = None  # on other ranks the file is not even loaded
-    if config.log and not world.rank:
-        log = util.load_function(config.log, "log")
+    reward = util.load_function(config.reward, "score(task, answer, root)")
+    # On other ranks the file is not even loaded.
+    log = util.load_function("" if world.rank else config.log, "log(row)")
     kind = tasks.load(config.task, config.data)
     util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,

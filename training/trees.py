@@ -1,7 +1,5 @@
 """Many trees at once: grown side by side, shared out over the ranks, and scored."""
 import asyncio
-import inspect
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -75,20 +73,12 @@ async def attempt(grown: Callable, question: Task,
 async def reward_of(root: Node, task: Task, reward: Callable | None = None) -> float:
     """The task's score of the answer, or `reward(task, answer, root)` in its place, plain
     or async. Then the task's own score is kept as root.score. Raises ValueError if a score
-    is not finite."""
-    async def number(function: Callable, *arguments) -> float:
-        value = function(*arguments)
-        if inspect.isawaitable(value):
-            value = await value
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"the score of {task.id} is {value!r}, no finite number")
-        return float(value)
-
-    own = await number(tasks.of(task).score, task, root.answer)
+    is no finite number."""
+    own = await tasks.scored(tasks.of(task).score, task, root.answer)
     if reward is None:
         return own
     root.score = own
-    return await number(reward, task, root.answer, root)
+    return await tasks.scored(reward, task, root.answer, root)
 
 
 async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:
