@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import ask
 import eval as evaluation
@@ -83,6 +84,13 @@ def test_flags_in_commands_exist(page):
                 assert used <= flags | {"--help"}, line
 
 
+def test_torchrun_takes_no_flag_for_the_beginning_of_one_of_its_own():
+    theirs = [text for a in get_args_parser()._actions for text in a.option_strings]
+    for field in fields(train.Config):
+        flag = "--" + field.name.replace("_", "-")
+        assert not [text for text in theirs if text.startswith(flag)]
+
+
 # --- the examples -------------------------------------------------------------------------
 
 def commands(program, word):
@@ -135,7 +143,7 @@ def test_the_example_reward_and_objective_train(elsewhere, short_run, monkeypatc
     [reward], [objective] = commands("train", "price.py"), commands("train", "levels.py")
     monkeypatch.chdir(elsewhere)
     (elsewhere / "kept.py").write_text("rows = []\nlog = rows.append")
-    start = ["--log", "kept.py", "--model", short_run / "warmup", "--warmup-steps", 0]
+    start = ["--tracker", "kept.py", "--model", short_run / "warmup", "--warmup-steps", 0]
     assert FLAT in command(train, monkeypatch, *reward, *objective, *SHORT, *start)
     rows = (elsewhere / "runs" / "levels" / "metrics.jsonl").read_text().splitlines()
     assert util.load_file("kept.py").rows == [*map(json.loads, rows)]

@@ -33,7 +33,7 @@ REPORT_SECONDS = 60.0  # between report pages
 KEPT_STEPS = 100  # whose trees are kept; docs/training.md says how large they are
 
 # What a resumed run may change: how far it goes, how fast, and what it keeps.
-MAY_CHANGE = "out resume steps tokens lr warmup_lr heldout log sandbox".split()
+MAY_CHANGE = "out resume steps tokens lr warmup_lr heldout tracker sandbox".split()
 
 
 @dataclass
@@ -74,7 +74,7 @@ def find(config: Config) -> State:
 
     flags = flags_of(config)
     for name, before in read_json(earlier).items():
-        now = flags.get(name, before)
+        now = flags.get(name, "")
         if now != before and name not in MAY_CHANGE:
             raise ValueError(f"{out}: {name} is {before!r}; a resumed run cannot change it "
                              f"to {now!r}")
@@ -150,8 +150,8 @@ class Run:
             row = row | {"elapsed": round(self.elapsed(), 1)}
             with open(self.path("metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            if self.setup.log:
-                self.setup.log(row)
+            if self.setup.tracker:
+                self.setup.tracker(row)
 
     def log_step(self, rollouts: list[Rollout], credit: dict, rows: list,
                  measured: dict) -> None:

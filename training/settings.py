@@ -61,7 +61,7 @@ class RunConfig:
     card: int = flag(0, "GB of the GPU that --plan is for; 0: of the device here", 2)
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
     heldout: int = flag(128, "held-out questions; of a file at most a fifth, or 128", 1)
-    log: str = flag(
+    tracker: str = flag(
         "", "what gets each row of metrics.jsonl: path/to/file.py[:function]")
     eval_every: int = flag(
         0, "steps between scores on questions for validation; OUT/best has the best "

@@ -58,7 +58,7 @@ class Setup:
     reward: Callable | None  # in place of the task's score
     objective: Callable  # who is trained: grpo.credit, or another
     loss: Callable  # of a token: grpo.clipped_loss, or that of the objective
-    log: Callable | None  # what gets each row of metrics.jsonl; on rank 0
+    tracker: Callable | None  # what gets each row of metrics.jsonl; on rank 0
     plan: Plan
     tokenizer: Tokenizer
     rlm_config: RLMConfig
@@ -82,7 +82,7 @@ def prepare(config: Config, world: World, objective: Callable,
     config = settings.filled_in(config, width)
     reward = util.load_function(config.reward, "score(task, answer, root)")
     # On other ranks the file is not even loaded.
-    log = util.load_function("" if world.rank else config.log, "log(row)")
+    tracker = util.load_function("" if world.rank else config.tracker, "log(row)")
     kind = tasks.load(config.task, config.data)
     util.function_of(kind, "score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
@@ -106,7 +106,7 @@ def prepare(config: Config, world: World, objective: Callable,
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, task=name, window=plan.window)
-    setup = Setup(config, world, began, questions, reward, objective, loss, log, plan,
+    setup = Setup(config, world, began, questions, reward, objective, loss, tracker, plan,
                   tokenizer, rlm_config, saved)
     announce(setup, wanted)
     if not config.plan and not plan.fits(world.size):
