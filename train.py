@@ -75,6 +75,8 @@ def main() -> None:
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
         if util.is_theirs(error):
             raise
+        if world.rank and isinstance(error, FileNotFoundError) and config.out in str(error):
+            rank += "all hosts need one directory --out: "
         rank = f"rank {world.rank}: " if world.size > 1 else ""
         sys.exit(f"train.py: {rank}{error}")
     except KeyboardInterrupt:
