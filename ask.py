@@ -131,7 +131,7 @@ def policy_of(flags: Answering, batch: int) -> tuple[Callable, Any, RLMConfig]:
 @dataclass(frozen=True)
 class Asked:
     """What is asked."""
-    demo: bool = flag(False, "ask about requests that --seed draws", common=True)
+    demo: bool = flag(False, "ask a question of --task that --seed draws", common=True)
     task: str = flag(
         "", "whose prompts and tools are used: a name, or path/to/my_task.py; empty: that "
             "of the model's training, if it is ours", common=True)
@@ -173,10 +173,12 @@ def question_of(flags: AskConfig) -> Task:
     """The demo's question, which has a gold, or the user's about files."""
     if flags.demo:
         rng = random.Random(f"demo {flags.seed}")
-        return tasks.make(tasks.load("requests"), rng, heldout=True)
+        return tasks.make(tasks.load(flags.task), rng, heldout=True)
     context = {name: Path(name).read_text("utf-8", "replace") for name in flags.files}
-    if len(context) < 2:
-        context = "".join(context.values()) if context else sys.stdin.read()
+    if not context:
+        context = sys.stdin.buffer.read().decode("utf-8", "replace")
+    elif len(context) < 2:
+        context = "".join(context.values())
     return Task("question", "", flags.question, context)
 
 

@@ -102,6 +102,8 @@ class EvalConfig(Evaluation, Answering):
             raise ValueError("at --temperature 0 all --samples of a question are the same")
         if self.data and self.lengths:
             raise ValueError("--lengths is for generated questions, not for --data")
+        if self.split == "all" and not self.data:
+            raise ValueError("--split all is for --data, not for generated questions")
         lengths_of(self.lengths)
         for unknown in set(listed(self.methods)) - set(METHODS):
             raise ValueError(f"there is no method {unknown}")
@@ -242,7 +244,6 @@ def measure(flags: EvalConfig) -> None:
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     try:
         measure(util.read_flags(
             "Score methods on questions.", EvalConfig,

@@ -65,7 +65,6 @@ NOTHING_LEARNT = (
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     world, config = World(), Config()
     try:
         config = read_flags(
@@ -75,9 +74,9 @@ def main() -> None:
     except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
         if util.is_theirs(error):
             raise
+        rank = f"rank {world.rank}: " if world.size > 1 else ""
         if world.rank and isinstance(error, FileNotFoundError) and config.out in str(error):
             rank += "all hosts need one directory --out: "
-        rank = f"rank {world.rank}: " if world.size > 1 else ""
         sys.exit(f"train.py: {rank}{error}")
     except KeyboardInterrupt:
         sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")

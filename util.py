@@ -77,7 +77,7 @@ def read_json(path: str) -> dict:
 
 def program(name: str) -> str:
     """The path from here to one of our programs, for commands that are printed."""
-    return os.path.relpath(Path(__file__).with_name(name))
+    return shlex.quote(os.path.relpath(Path(__file__).with_name(name)))
 
 
 # --- command lines ------------------------------------------------------------------------
@@ -120,22 +120,19 @@ def check(config) -> None:
             raise ValueError(f"{f.name} is {value}: it has to be {floor}, below {MOST:g}")
 
 
-def parser(description: str, **more) -> argparse.ArgumentParser:
-    """An argparse parser that says in one line what is wrong, and takes no flag by half its
-    name. `more` are arguments of argparse's own."""
-    made = argparse.ArgumentParser(description=description, allow_abbrev=False, **more)
-    made.error = lambda message: made.exit(2, f"{made.prog}: {message}; see --help\n")
-    return made
-
-
 def read_flags(description: str, config_type, groups, earlier=lambda args: {}):
     """An instance of `config_type` from the command line.
 
     `groups` are the classes it inherits from, as {title: class}. `earlier(args)` gives
     values that stand in for the defaults. Raises ValueError for what the classes refuse.
-    Exits with status 2 for what is no flag, or no number."""
+    Exits with status 2 and one line for what is no flag, or no number."""
+    # A file shows each line at once, too; what a terminal cannot show ends no program.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     words = "".join(f" [{f.name}]" for f in fields(config_type) if f.metadata["words"])
-    made = parser(description, usage=f"%(prog)s [--flag value ...]{words}")
+    made = argparse.ArgumentParser(
+        usage=f"%(prog)s [--flag value ...]{words}", description=description,
+        allow_abbrev=False)
+    made.error = lambda message: made.exit(2, f"{made.prog}: {message}; see --help\n")
     common = made.add_argument_group("common flags")
     for title, group_type in groups.items():
         group = made.add_argument_group(title)
@@ -218,6 +215,9 @@ def function_of(module: ModuleType, name: str) -> Callable:
     """Raises ValueError if the module has no such function."""
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{module.__file__} has no function {name}")
+    return getattr(module, name)
+
+
 def expect(right: bool, function: Callable, gave: Any, wanted: str) -> None:
     """Raises ValueError, which names the function and its file, unless what it gave is
     right. Ours and users' are checked alike."""
@@ -226,9 +226,6 @@ def expect(right: bool, function: Callable, gave: Any, wanted: str) -> None:
         shown = " ".join(repr(gave).split())
         raise ValueError(f"{sys.modules[function.__module__].__file__}: {name} gives "
                          f"{shown:.80} in place of {wanted}")
-
-
-    return getattr(module, name)
 
 
 def is_theirs(error: BaseException) -> bool:

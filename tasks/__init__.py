@@ -129,10 +129,10 @@ def question(id: str, kind: str, made: Any) -> Task:
             with suppress(TypeError):
                 json.dumps(gold)
                 return Task(id, kind, query, context, gold)
-    size = f" of {len(made)}" if isinstance(made, tuple) else ""
-    raise ValueError(f"{kind}: {type(made).__name__}{size} in place of (query, context, "
-                     "gold); a query is a str, a context a str, a list or a dict, a gold "
-                     "any JSON value")
+    parts = made if isinstance(made, tuple) else [made]
+    types = ", ".join(type(part).__name__ for part in parts)
+    raise ValueError(f"{kind}: ({types}) in place of (query, context, gold); a query is a "
+                     "str, a context a str, a list or a dict, a gold any JSON value")
 
 
 def reward(task: Task, answer: Any) -> float:

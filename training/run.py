@@ -337,9 +337,8 @@ def thinned(rollout: Rollout) -> Rollout:
 
 def resuming(config: Config, world: World) -> str:
     """The command that continues the run."""
-    start = "python"
-    if world.size > 1:
-        start = f"torchrun --nproc-per-node {world.local_size}"
+    start = f"cd {shlex.quote(os.getcwd())} && "  # flags may name files from here
+    start += f"torchrun --nproc-per-node {world.local_size}" if world.size > 1 else "python"
     return f"{start} {program('train.py')} --resume --out {shlex.quote(config.out)}"
 
 

@@ -75,6 +75,8 @@ def prepare(config: Config, world: World, objective: Callable,
         raise ValueError("--plan needs --model; the tiny one fits anywhere")
     if config.card and not config.plan:
         raise ValueError("--card needs --plan: a run takes the device that is here")
+    if config.updates > config.questions:
+        raise ValueError("--updates above --questions: each is of a question at least")
     have = free_memory(world)
     width = 0
     if config.model and not config.resume:
@@ -85,6 +87,8 @@ def prepare(config: Config, world: World, objective: Callable,
     tracker = util.load_function("" if world.rank else config.tracker, "log(row)")
     kind = tasks.load(config.task, config.data)
     util.function_of(kind, "score")
+    if config.objective == "own" and not hasattr(kind, "part_score"):
+        raise ValueError(f"--objective own: {kind.__file__} has no function part_score")
     questions = Questions(kind, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
     state = State() if config.plan else found(config, world)
