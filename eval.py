@@ -38,7 +38,7 @@ from tasks.scripts import message_of, scripted
 from training import report
 from training.scores import by_question, differences, record_of, summary, trained_as
 from training.trees import attempt, side_by_side
-from tree import Completion, Node, Rollout, read_rollouts, write_rollouts
+from tree import Completion, Node, Tree, read_trees, write_trees
 from util import flag, write_text
 
 # The last three are in baselines/methods.py.
@@ -138,7 +138,7 @@ def earlier(path: str, questions: dict[tuple, list[Task]]) -> dict[tuple, dict]:
     """The scores of saved trees, `by_question`, beside each cell of `questions`: as
     {(kind, length, path): scores}. Raises ValueError if they do not answer the same
     questions, or by more than one method."""
-    trees = read_rollouts(path, Task)
+    trees = read_trees(path, Task)
     asked = {task.id for part in questions.values() for task in part}
     answered = {tree.task.id for tree in trees}
     if asked != answered:
@@ -152,7 +152,7 @@ def earlier(path: str, questions: dict[tuple, list[Task]]) -> dict[tuple, dict]:
 
 
 async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
-                 reward: Callable | None = None) -> tuple[dict, Rollout]:
+                 reward: Callable | None = None) -> tuple[dict, Tree]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, sampled
     begun = time.monotonic()
@@ -169,7 +169,7 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         return done
 
     grown = partial(made_by, task, counted, tokenizer, config, key)
-    tree = Rollout(task, f"{method} {task.id}", *await attempt(grown, task, reward))
+    tree = Tree(task, f"{method} {task.id}", *await attempt(grown, task, reward))
     return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
                               "seconds": round(time.monotonic() - begun, 3)}, tree
 
@@ -198,7 +198,7 @@ def measure(flags: EvalConfig) -> None:
     methods = listed(flags.methods) or [trained_as(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
-    async def one(method: str, task: Task, key: tuple) -> tuple[dict, Rollout]:
+    async def one(method: str, task: Task, key: tuple) -> tuple[dict, Tree]:
         chosen = policy
         if flags.policy:
             oracle = kinds[task.kind].oracle
@@ -230,7 +230,7 @@ def measure(flags: EvalConfig) -> None:
         name = " ".join(str(part) for part in cell if part is not None)
         trees |= {f"{name} {i}": tree for i, (_, tree) in enumerate(answers)}
         if flags.save:
-            write_rollouts(flags.save, trees.values())
+            write_trees(flags.save, trees.values())
 
     for pair in differences(cells | before):
         say(report.difference_line(pair))

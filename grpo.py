@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from engine.packing import Pack
-from tree import Node, Rollout
+from tree import Node, Tree
 from util import check, expect, flag
 
 LENGTH_CONSTANT = 64.0  # c is 1 over this: about the sampled tokens of a turn
@@ -55,16 +55,16 @@ class Credit:
     weight: float  # what each token of the node weighs in the loss, without c
 
 
-def credit(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def credit(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """The objective "grpo": every node inherits the advantage of its root."""
-    return inherit(rollouts, advantages(rollouts, config), config)
+    return inherit(trees, advantages(trees, config), config)
 
 
-def credits_of(objective: Callable, rollouts: list[Rollout],
+def credits_of(objective: Callable, trees: list[Tree],
                config: GRPOConfig) -> dict[Node, Credit]:
     """What an objective says. Raises ValueError if that is no {node: Credit}, with one
     advantage per sampled turn."""
-    credits = objective(rollouts, config)
+    credits = objective(trees, config)
     expect(isinstance(credits, dict), objective, credits, "{node: Credit}")
     for node, given in credits.items():
         turns = sum(turn.is_sampled for turn in node.turns)
@@ -73,13 +73,13 @@ def credits_of(objective: Callable, rollouts: list[Rollout],
     return credits
 
 
-def advantages(rollouts: list[Rollout], config: GRPOConfig,
+def advantages(trees: list[Tree], config: GRPOConfig,
                compare: Callable | None = None) -> list[float]:
-    """The advantage of each root within its group, 0 for failed rollouts. Other objectives
+    """The advantage of each root within its group, 0 for failed trees. Other objectives
     `compare` the rewards of a group in their own way."""
-    result = [0.0] * len(rollouts)
-    for members in scored_groups(rollouts).values():
-        rewards = [rollouts[i].reward for i in members]
+    result = [0.0] * len(trees)
+    for members in scored_groups(trees).values():
+        rewards = [trees[i].reward for i in members]
         compared = compare(rewards) if compare else relative(rewards, config)
         for i, advantage in zip(members, compared):
             result[i] = advantage
@@ -92,14 +92,14 @@ def relative(values: list[float], config: GRPOConfig) -> list[float]:
     return [value / scale for value in centred(values)]
 
 
-def inherit(rollouts: list[Rollout], per_tree: list[float],
+def inherit(trees: list[Tree], per_tree: list[float],
             config: GRPOConfig) -> dict[Node, Credit]:
     """A Credit for each trained node: the advantage of its tree, for each of its turns."""
     result = {}
-    for rollout, advantage in zip(rollouts, per_tree):
-        if rollout.failed:
+    for tree, advantage in zip(trees, per_tree):
+        if tree.failed:
             continue
-        for node, weight in node_weights(rollout.root, config).items():
+        for node, weight in node_weights(tree.root, config).items():
             trained = {"inherit": True, "root": not node.depth, "children": node.depth}
             if trained[config.credit]:
                 turns = sum(turn.is_sampled for turn in node.turns)
@@ -137,12 +137,12 @@ class Row:
     depth: int = 0  # how deep the node is; a root has 0
 
 
-def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
+def make_rows(trees: list[Tree], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Row]:
     """The batch as rows: one per node that has a credit and sampled a token. Rows without
     an advantage are dropped unless there is a KL term. The loss is a mean over all trees
     (or tokens), and those of dropped rows are counted in its denominator."""
-    trees = [rollout for rollout in rollouts if not rollout.failed]
+    trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)
 
@@ -159,11 +159,11 @@ def make_rows(rollouts: list[Rollout], credits: dict[Node, Credit],
     return rows
 
 
-def minibatches(rollouts: list[Rollout], config: GRPOConfig) -> list[list[Rollout]]:
+def minibatches(trees: list[Tree], config: GRPOConfig) -> list[list[Tree]]:
     """The trees in `config.updates` minibatches; those of a question are in one."""
     place = {name: i % config.updates
-             for i, name in enumerate(dict.fromkeys(r.group for r in rollouts))}
-    return [[r for r in rollouts if place[r.group] == i] for i in range(config.updates)]
+             for i, name in enumerate(dict.fromkeys(r.group for r in trees))}
+    return [[r for r in trees if place[r.group] == i] for i in range(config.updates)]
 
 
 def clipped_loss(logprobs_N: Tensor, ratio_N: Tensor, pack: Pack,
@@ -221,12 +221,12 @@ def compared(pack: Pack, config: GRPOConfig, model, reference) -> Pack:
     return replace(pack, old=old_N, reference=reference_N)
 
 
-def scored_groups(rollouts: list[Rollout]) -> dict[str, list[int]]:
-    """The indices of each group's rollouts, without those that failed."""
+def scored_groups(trees: list[Tree]) -> dict[str, list[int]]:
+    """The indices of each group's trees, without those that failed."""
     groups = defaultdict(list)
-    for i, rollout in enumerate(rollouts):
-        if not rollout.failed:
-            groups[rollout.group].append(i)
+    for i, tree in enumerate(trees):
+        if not tree.failed:
+            groups[tree.group].append(i)
     return groups
 
 

@@ -1,4 +1,4 @@
-"""One rollout of a Recursive Language Model: a node writes code, which asks children.
+"""One tree of a Recursive Language Model: a node writes code, which asks children.
 
 The context never enters the model's window. It is the variable `context` in a Python
 REPL, beside `question`. The model writes ```repl blocks, sees what they print, and ends by

@@ -160,7 +160,7 @@ class Sampler:
                     self._step()
                 if not (self.waiting or self.running):
                     return  # at once, because the next request may be of another event loop
-                await asyncio.sleep(0)  # let the rollouts run: they bring the next requests
+                await asyncio.sleep(0)  # let the trees run: they bring the next requests
         except BaseException as error:  # nobody may wait for a broken engine
             lost = self.waiting + self.running
             self.waiting, self.running = [], []

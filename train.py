@@ -56,7 +56,7 @@ from training.settings import GROUPS, Config
 from training.setup import (Setup, load, make_sampler, prepare, reference_of,
                             scripted_trees)
 from training.trees import EVERY_SECONDS, collect
-from tree import Node, Rollout
+from tree import Node, Tree
 from util import read_flags
 
 SILENT_STEPS = 10  # steps without any signal, after which GRPO ends
@@ -112,7 +112,7 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
     that such a name does not read."""
     objective, loss = grpo.credit, grpo.clipped_loss
     if util.is_path(config.objective):
-        objective = util.load_function(config.objective, "credit(rollouts, config)")
+        objective = util.load_function(config.objective, "credit(trees, config)")
         path, _ = util.split_path(config.objective)
         if hasattr(util.load_file(path), "loss"):
             loss = util.load_function(path, "loss(logprobs, ratio, pack, config)")
@@ -220,18 +220,18 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         clock.start()
         asked = questions.batch(state.step, config.questions)
         key = config.seed, state.step
-        rollouts = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
-        clock.rollouts_done()
-        credit = grpo.credits_of(setup.objective, rollouts, config)
+        trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
+        clock.trees_done()
+        credit = grpo.credits_of(setup.objective, trees, config)
         batches = [grpo.make_rows(trees, credit, config)
-                   for trees in grpo.minibatches(rollouts, config)]
+                   for trees in grpo.minibatches(trees, config)]
         measured = update(run, model, optimizer, reference, batches)
         rows = sum(batches, [])
 
         state.step += 1
-        state.sampled += sum(node.sampled for r in rollouts for node in r.root.walk())
+        state.sampled += sum(node.sampled for r in trees for node in r.root.walk())
         state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
-        run.log_step(rollouts, credit, rows, measured | clock.seconds())
+        run.log_step(trees, credit, rows, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
             score = evaluate(run, model, sampler, "validation", questions.validation)
             if score > state.best:
@@ -272,7 +272,7 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
 
 
 def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Task],
-                 key: tuple, label: str, group: int = 1) -> list[Rollout]:
+                 key: tuple, label: str, group: int = 1) -> list[Tree]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
     policy = local_policy(sampler, setup.tokenizer)

@@ -3,7 +3,7 @@
 The root gets the question. Code that the root writes can call the policy again, and each
 such call is a child, which can have children of its own:
 
-    Rollout              one question, one tree, one reward: that of the root's answer
+    Tree                 one question, one tree, one reward: that of the root's answer
     └─ Node ()           the root
        ├─ Node (0,)      its first child
        └─ Node (1,)      its second child
@@ -14,7 +14,7 @@ user's turns are the question, then what the REPL printed. A conversation only g
 end, so it is exactly one training sequence. `ids` are its tokens, `mask` says which of them
 the policy sampled, and `logprobs` how likely each of those was.
 
-Rollouts are stored as JSON lines and shown to people as indented text. Left out: how trees
+Trees are stored as JSON lines and shown to people as indented text. Left out: how trees
 grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py).
 """
 import json
@@ -124,7 +124,7 @@ class Node:
     seconds: float = 0.0  # of its code, as Result.seconds
 
     def add(self, turn: Turn) -> None:
-        """Append a turn. A rollout never edits an earlier one."""
+        """Append a turn. A tree never edits an earlier one."""
         self.turns.append(turn)
 
     @property
@@ -174,7 +174,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Tree:
     """One tree with its question and its reward."""
     task: Any  # a tasks.Task, or the same fields as a dict
     group: str  # the trees of one question; rewards are compared within a group
@@ -183,27 +183,27 @@ class Rollout:
     failed: str = ""  # if the tree was lost or refused, why; then it is not used
 
 
-def write_rollouts(path: str, rollouts: Iterable[Rollout]) -> None:
-    """One line of JSON per rollout, in ASCII, so that even broken Unicode from a model
+def write_trees(path: str, trees: Iterable[Tree]) -> None:
+    """One line of JSON per tree, in ASCII, so that even broken Unicode from a model
     survives. The file appears complete or not at all."""
-    lines = [json.dumps(rollout, default=vars) + "\n" for rollout in rollouts]
+    lines = [json.dumps(tree, default=vars) + "\n" for tree in trees]
     write_text(path, "".join(lines))
 
 
-def read_rollouts(path: str, task_type=dict) -> list[Rollout]:
-    """The rollouts of a file; `task_type`, usually tasks.Task, takes a question's fields.
-    Raises ValueError that names the first line which is not a rollout."""
-    rollouts = []
+def read_trees(path: str, task_type=dict) -> list[Tree]:
+    """The trees of a file; `task_type`, usually tasks.Task, takes a question's fields.
+    Raises ValueError that names the first line which is not a tree."""
+    trees = []
     with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
                 task, root = task_type(**row["task"]), _node(row["root"])
-                rollouts.append(Rollout(**row | {"task": task, "root": root}))
+                trees.append(Tree(**row | {"task": task, "root": root}))
             except MISREAD as error:
                 where = f"{path} line {number}"
-                raise ValueError(f"{where}: not a rollout ({error!r:.200})") from None
-    return rollouts
+                raise ValueError(f"{where}: not a tree ({error!r:.200})") from None
+    return trees
 
 
 def _node(row: dict) -> Node:

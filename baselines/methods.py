@@ -4,7 +4,7 @@
     compaction  read in parts that fill the window; notes are carried from one to the next
     retrieval   the passages that BM25 finds for the question, as many as the window holds
 
-Each returns the tree of its completions, like rlm.rollout. An answer is a text. For
+Each returns the tree of its completions, like rlm.grow. An answer is a text. For
 evidence its lines are the sentences. For requests they are like "Anna 3: food", and the
 question says so. Left out: embeddings, rerankers, agents with other tools.
 """

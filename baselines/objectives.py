@@ -1,6 +1,6 @@
 """Objectives of others, to compare with: `python train.py --objective NAME`.
 
-An objective is a function `credit(rollouts, config) -> {node: Credit}`: for each node that
+An objective is a function `credit(trees, config) -> {node: Credit}`: for each node that
 is trained one advantage per sampled turn and the weight of its tokens. The loss is
 grpo.py's. Left out: scores of turns (a critic, a process reward model).
 """
@@ -10,7 +10,7 @@ from statistics import fmean
 
 from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
                   relative, scored_groups)
-from tree import Node, Rollout
+from tree import Node, Tree
 
 # Which switches of GRPOConfig an objective reads, of those that some do not.
 READS = {
@@ -40,36 +40,36 @@ def _left_out(rewards: list[float]) -> list[float]:
     return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
 
 
-def leave_one_out(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def leave_one_out(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """RLOO (2402.14740): A_g = r_g - the mean reward of the OTHER trees of the group.
 
     Up to the factor G / (G - 1) it is Dr. GRPO's (2503.20783)."""
-    return inherit(rollouts, advantages(rollouts, config, _left_out), config)
+    return inherit(trees, advantages(trees, config, _left_out), config)
 
 
-def max_rl(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def max_rl(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
     counts more. A group whose mean is not above 0 has no advantage."""
     def over_mean(rewards: list[float]) -> list[float]:
         mean = fmean(rewards)
         return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
 
-    return inherit(rollouts, advantages(rollouts, config, over_mean), config)
+    return inherit(trees, advantages(trees, config, over_mean), config)
 
 
-def node_mean(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def node_mean(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """WideSeek-R1 (2602.04634): each of the N trained nodes of a tree weighs 1/N.
 
     It takes the mean over the tokens of a node: --length sequence."""
-    result = credit(rollouts, config)
-    for rollout in rollouts:
-        nodes = [node for node in rollout.root.walk() if node in result]
+    result = credit(trees, config)
+    for tree in trees:
+        nodes = [node for node in tree.root.walk() if node in result]
         for node in nodes:
             result[node] = replace(result[node], weight=1 / len(nodes))
     return result
 
 
-def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def rao(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """Every node is judged by its own score, and by how well its children did.
 
     RAO (2605.06639). With s(x) the score of a node, and its tree g,
@@ -81,19 +81,19 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     out of its parent's mean (0, if nothing is left). A tree alone in its group has no
     baseline, so its nodes have 0. Children sum drops the depth weights: all are 1."""
     returns = {}
-    for rollout in rollouts:
-        for node in rollout.root.walk():
-            score = node.score if node.depth else rollout.reward
+    for tree in trees:
+        for node in tree.root.walk():
+            score = node.score if node.depth else tree.reward
             below = [child.score for child in node.children if child.score is not None]
             if score is not None:
                 returns[node] = score + LAMBDA * fmean(below or [0.0])
 
-    of_roots = [replace(rollout, reward=returns[rollout.root]) for rollout in rollouts]
+    of_roots = [replace(tree, reward=returns[tree.root]) for tree in trees]
     inherited = advantages(of_roots, config, _left_out)
-    result = inherit(rollouts, inherited, config)
-    for members in scored_groups(rollouts).values():
+    result = inherit(trees, inherited, config)
+    for members in scored_groups(trees).values():
         for i in members if len(members) > 1 else ():
-            root = rollouts[i].root
+            root = trees[i].root
             for node in result.keys() & returns.keys() & set(root.walk()):
                 own_advantage = returns[node] - (returns[root] - inherited[i])
                 turns = len(result[node].advantages)
@@ -106,14 +106,14 @@ def rao(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     return result
 
 
-def filter(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def filter(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling, as ReST (2308.08998) and RFT (2308.01825): the advantage is 1 for
     trees that scored at least KEEP, 0 for all others. There is no baseline."""
-    kept = [float(rollout.reward >= KEEP) for rollout in rollouts]
-    return inherit(rollouts, kept, config)
+    kept = [float(tree.reward >= KEEP) for tree in trees]
+    return inherit(trees, kept, config)
 
 
-def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def dpo(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """Online DPO (2305.18290) on the best and the worst tree of each group.
 
     The loss of a pair is L = -log sigmoid(beta m), with the margin
@@ -123,27 +123,27 @@ def dpo(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
     policy gradient with the advantages beta / 2 and -beta / 2. A second update or a KL term
     would need another loss. The loss of a batch is the mean over its pairs; a group with
     equal rewards has none."""
-    per_tree, pairs = [0.0] * len(rollouts), 0
-    for members in scored_groups(rollouts).values():
-        rewards = {i: rollouts[i].reward for i in members}
+    per_tree, pairs = [0.0] * len(trees), 0
+    for members in scored_groups(trees).values():
+        rewards = {i: trees[i].reward for i in members}
         if any(centred([*rewards.values()])):
             per_tree[max(rewards, key=rewards.get)] = BETA / 2
             per_tree[min(rewards, key=rewards.get)] = -BETA / 2
             pairs += 1
 
     # make_rows divides by the scored trees and the length constant; the mean is over pairs.
-    trees = sum(not rollout.failed for rollout in rollouts)
+    trees = sum(not tree.failed for tree in trees)
     scale = LENGTH_CONSTANT * trees / max(1, pairs)
     return {node: replace(given, weight=given.weight * scale)
-            for node, given in inherit(rollouts, per_tree, config).items()}
+            for node, given in inherit(trees, per_tree, config).items()}
 
 
-def own(rollouts: list[Rollout], config: GRPOConfig) -> dict[Node, Credit]:
+def own(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """A child's own score in place of its root's, where the task gives it one. It is
     compared with all trained children of the group that have one. Other nodes inherit."""
-    result = credit(rollouts, config)
-    for members in scored_groups(rollouts).values():
-        scored = [node for i in members for node in rollouts[i].root.walk()
+    result = credit(trees, config)
+    for members in scored_groups(trees).values():
+        scored = [node for i in members for node in trees[i].root.walk()
                   if node in result and node.depth and node.score is not None]
         compared = relative([node.score for node in scored], config) if scored else []
         for node, advantage in zip(scored, compared):

@@ -56,7 +56,7 @@ def sampler() -> dict[str, list[float]]:
 
 
 async def trees(sampler: Sampler) -> None:
-    """Every node is a coroutine, as in a rollout."""
+    """Every node is a coroutine, as in a tree."""
     async def node(ids: list[int], turns: int, key: tuple, children: int) -> None:
         for turn in range(turns):
             done = await sampler.generate(ids, ANSWER, key=(*key, turn))

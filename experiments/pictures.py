@@ -11,7 +11,7 @@ from statistics import fmean
 
 from grpo import GRPOConfig, advantages
 from tasks import Task
-from tree import Node, Rollout, read_rollouts
+from tree import Node, Tree, read_trees
 from util import read_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,9 +39,9 @@ def coloured(advantage: float) -> str:
     return f'fill="{colour}" fill-opacity="{min(1.0, 0.3 + abs(advantage)):.2f}"'
 
 
-def tree_at(x: float, y: float, rollout: Rollout, advantage: float) -> list[str]:
+def tree_at(x: float, y: float, tree: Tree, advantage: float) -> list[str]:
     """A root above its children, in one colour, and its reward below."""
-    root, colour = rollout.root, coloured(advantage)
+    root, colour = tree.root, coloured(advantage)
     first = x - NODE_WIDTH * (len(root.children) - 1) / 2
     places = [first + NODE_WIDTH * i for i in range(len(root.children))]
     lines = [f'<path d="M{x:g} {y:g} L{place:g} {y + LEVEL:g}" stroke="{GREY}"/>'
@@ -49,7 +49,7 @@ def tree_at(x: float, y: float, rollout: Rollout, advantage: float) -> list[str]
     dots = [f'<circle cx="{place:g}" cy="{y + LEVEL:g}" r="5" {colour}/>'
             for place in places]
     return [*lines, f'<circle cx="{x:g}" cy="{y:g}" r="8" {colour}/>', *dots,
-            text(x, y + LEVEL + 26, f"{rollout.reward:.2f} → {advantage:+.1f}",
+            text(x, y + LEVEL + 26, f"{tree.reward:.2f} → {advantage:+.1f}",
                  'text-anchor="middle"')]
 
 
@@ -59,7 +59,7 @@ def spoken(node: Node) -> list[str]:
             for line in turn.text.split("\n") if "```" not in line]
 
 
-def group(trees: list[Rollout]) -> str:
+def group(trees: list[Tree]) -> str:
     """The trees of a question, the best first, and what one root and its child said."""
     trees = sorted(trees, key=lambda tree: -tree.reward)
     given = advantages(trees, GRPOConfig())
@@ -106,7 +106,7 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
 
 
 def main() -> None:
-    trees = read_rollouts(str(RESULTS / "group.jsonl"), Task)
+    trees = read_trees(str(RESULTS / "group.jsonl"), Task)
     write_text(str(RESULTS / "group.svg"), group(trees))
     arms = {name: [run["reward"] for run in runs]
             for name, runs in read_json(str(RESULTS / "main.json")).items()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import tasks
 import util
 from tasks import Task
-from tree import Completion, Node, Rollout, read_rollouts
+from tree import Completion, Node, Tree, read_trees
 
 
 def scripted(script: Callable, tokenizer):
@@ -57,10 +57,10 @@ def message_of(script: Callable, *arguments) -> str:
     return message
 
 
-def saved_trees(path: str) -> list[Rollout]:
+def saved_trees(path: str) -> list[Tree]:
     """The saved trees that are fit to learn from: an answer, no REPL error, a reward above
     0. Raises ValueError if there are none."""
-    saved = read_rollouts(path, Task)
+    saved = read_trees(path, Task)
     trees = []
     for tree in saved:
         errors = any(node.errors for node in tree.root.walk())

@@ -30,8 +30,8 @@ SMALL_MODEL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
 OBJECTIVE = """
 from dataclasses import replace
 import grpo
-def credit(rollouts, config):
-    drawn = [replace(r, reward=sum(r.root.ids) % 97 / 96) for r in rollouts]
+def credit(trees, config):
+    drawn = [replace(r, reward=sum(r.root.ids) % 97 / 96) for r in trees]
     return grpo.credit(drawn, config)
 """
 

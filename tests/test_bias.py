@@ -7,7 +7,7 @@ from torch.nn.functional import cosine_similarity
 
 from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
-from tree import Node, Rollout, Turn
+from tree import Node, Tree, Turn
 
 # A policy with eleven possible trees. The root answers at once (token 0), asks one child
 # (1), or asks two and says one more token (2, then 3 or 4). A child says 5 or 6.
@@ -46,8 +46,8 @@ def test_only_summed_children_constant_length_no_std_give_the_true_gradient(
     expected, config = torch.zeros_like(theta), GRPOConfig(**UNBIASED | switch)
     for group in itertools.product(all_trees(), all_trees()):
         ids = [i for _, tokens, _ in group for i in tokens]
-        rollouts = [Rollout({}, "group", root, reward) for root, _, reward in group]
-        rows = make_rows(rollouts, credit(rollouts, config), config)
+        trees = [Tree({}, "group", root, reward) for root, _, reward in group]
+        rows = make_rows(trees, credit(trees, config), config)
         if rows:
             pack = collate(rows, "cpu")
             sampled = logprobs[pack.ids[pack.mask.bool()]]

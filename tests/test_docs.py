@@ -12,7 +12,7 @@ import eval as evaluation
 import train
 import util
 from conftest import FLAT, ROOT, SHORT, SMALL_MODEL, command
-from tree import read_rollouts
+from tree import read_trees
 from training import setup
 
 README = ROOT / "README.md"
@@ -124,7 +124,7 @@ def test_the_oracle_answers_the_example(elsewhere, monkeypatch, capsys):
     arguments = next(a for a in commands("eval", "rooms.py") if "oracle" in a)
     monkeypatch.chdir(elsewhere)
     assert command(evaluation, monkeypatch, *arguments, "--save", "trees.jsonl") is None
-    child = read_rollouts("trees.jsonl")[0].root.children[0]
+    child = read_trees("trees.jsonl")[0].root.children[0]
     assert child.seconds > 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:5] == ["4", "1.000"]

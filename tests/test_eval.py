@@ -18,7 +18,7 @@ from repl import REPLError
 from tasks import Task
 from tasks.questions import heldout_tasks, read, split
 from training import scores
-from tree import read_rollouts, write_rollouts
+from tree import read_trees, write_trees
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     message, text = command("--policy", "oracle", "--tasks", ",".join(kinds), "--lengths",
                             "2k,4000", "--n", 2, "--save", tmp_path / "trees.jsonl",
                             "--html", tmp_path / "r.html")
-    trees = read_rollouts(tmp_path / "trees.jsonl", Task)
+    trees = read_trees(tmp_path / "trees.jsonl", Task)
     assert message is None and [tree.reward for tree in trees] == [1.0] * 8
     assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 8
     table = [line.replace(",", "").split() for line in text.splitlines()[1::2]]
@@ -151,7 +151,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
             path = tmp_path / name
             assert command("--policy", "oracle", *flags, "--save", path,
                            "--split", side)[0] is None
-            ids[name, side] = {r.task.id for r in read_rollouts(path, Task)}
+            ids[name, side] = {r.task.id for r in read_trees(path, Task)}
     held = {task.id for task in heldout_tasks(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
@@ -166,7 +166,7 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     message, text = command("--policy", "oracle", "--n", 2, "--save",
                             tmp_path / "trees.jsonl", "--reward", tmp_path / "half.py")
     assert message is None and text.rstrip().endswith("own score: 1.000")
-    trees = read_rollouts(tmp_path / "trees.jsonl", Task)
+    trees = read_trees(tmp_path / "trees.jsonl", Task)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
 
@@ -232,10 +232,10 @@ def test_against_saved_trees_each_question_is_paired_with_itself(command, tmp_pa
     ask = "--policy", "oracle", "--n", 3, "--lengths", "1k,2k"
     saved = tmp_path / f"{'long' * 20}.jsonl"
     assert command(*ask, "--samples", 2, "--save", saved)[0] is None
-    trees = read_rollouts(saved, Task)
+    trees = read_trees(saved, Task)
     first = [replace(trees[0], reward=0.5), replace(trees[1], reward=0.0)]
     second = [replace(trees[2], failed="lost", reward=0.0), trees[3]]
-    write_rollouts(saved, [*trees[4:], *first, *second])
+    write_trees(saved, [*trees[4:], *first, *second])
     message, text = command(*ask, "--against", saved)
     *_, shorter, longer = " ".join(text.split()).split("rlm1 minus")
     assert message is None and max(map(len, text.splitlines())) <= 100

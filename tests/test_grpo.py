@@ -16,7 +16,7 @@ from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row,
                   credit, credits_of, make_rows, minibatches, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
-from tree import Node, Rollout, Turn
+from tree import Node, Tree, Turn
 
 
 def node(path, sampled, *children):
@@ -42,8 +42,8 @@ def ragged():
                 node((3,), 2, node((3, 0), 8)))
 
 
-def rollout(reward, root=None, group="g", failed=""):
-    return Rollout({}, group, root or node((), 2), reward, failed)
+def made(reward, root=None, group="g", failed=""):
+    return Tree({}, group, root or node((), 2), reward, failed)
 
 
 def plain(**switches):
@@ -51,12 +51,12 @@ def plain(**switches):
     return GRPOConfig(**{"std": "off"} | switches)
 
 
-def rows_of(rollouts, config):
-    return make_rows(rollouts, credit(rollouts, config), config)
+def rows_of(trees, config):
+    return make_rows(trees, credit(trees, config), config)
 
 
 def test_advantages_by_hand():
-    trees = [rollout(reward) for reward in (1.0, 0.0, 0.5, 0.5)]
+    trees = [made(reward) for reward in (1.0, 0.0, 0.5, 0.5)]
     assert advantages(trees, plain()) == [0.5, -0.5, 0.0, 0.0]
     deviation = math.sqrt(0.125)  # of the population: (1/4 + 1/4 + 0 + 0) / 4
     most = 0.5 / (deviation + 0.01)
@@ -64,8 +64,8 @@ def test_advantages_by_hand():
 
 
 def test_groups_are_what_the_rollouts_say_and_failed_trees_do_not_count():
-    trees = [rollout(1.0, group="a"), rollout(5.0, group="b"), rollout(0.5, group="a"),
-             rollout(9.0, group="b"), rollout(7.0, group="a", failed="lost")]
+    trees = [made(1.0, group="a"), made(5.0, group="b"), made(0.5, group="a"),
+             made(9.0, group="b"), made(7.0, group="a", failed="lost")]
     assert advantages(trees, plain()) == [0.25, -2.0, -0.25, 2.0, 0.0]
 
 
@@ -89,7 +89,7 @@ def test_node_weights_are_the_recursion_unrolled(children):
     ("inherit", [n.path for n in ragged().walk() if n.sampled]), ("root", [()]),
     ("children", [(0,), (2,), (2, 0), (2, 2), (2, 3), (3,), (3, 0)])])
 def test_who_is_trained_has_its_roots_advantage(who, trained):
-    trees = [rollout(1.0, ragged()), rollout(0.0, ragged())]
+    trees = [made(1.0, ragged()), made(0.0, ragged())]
     rows = rows_of(trees, plain(credit=who))
     nodes = [n for r in trees for n in r.root.walk() if n.path in trained]
     expected = [0.5] * len(trained) + [-0.5] * len(trained)
@@ -104,24 +104,24 @@ def test_who_is_trained_has_its_roots_advantage(who, trained):
 def test_weights_of_a_batch_by_hand(length, weights):
     """A tree of 4, 2 and 6 tokens, a lone root of 5, a lost one, and one of another group,
     without a signal, that counts in the means."""
-    trees = [rollout(1.0, node((), 4, node((0,), 2), node((1,), 6))),
-             rollout(0.0, node((), 5)), rollout(7.0, node((), 9), failed="x"),
-             rollout(0.3, node((), 3), group="flat")]
+    trees = [made(1.0, node((), 4, node((0,), 2), node((1,), 6))),
+             made(0.0, node((), 5)), made(7.0, node((), 9), failed="x"),
+             made(0.3, node((), 3), group="flat")]
     rows = rows_of(trees, plain(
         length=length, children="sum" if length == "batch" else "mean"))
     assert [row.weight for row in rows] == pytest.approx(weights)
 
 
 def test_no_signal_no_rows_but_with_a_kl_term():
-    flat = [rollout(0.5), rollout(0.5)]
-    for trees in (flat, [rollout(0.5, failed="x")], []):
+    flat = [made(0.5), made(0.5)]
+    for trees in (flat, [made(0.5, failed="x")], []):
         assert rows_of(trees, GRPOConfig()) == []
     assert len(rows_of(flat, GRPOConfig(kl=0.1))) == 2
 
 
 def test_rows_take_what_an_objective_says():
     root = node((), 5, node((0,), 2), node((1,), 4))
-    tree = rollout(1.0, root)
+    tree = made(1.0, root)
     given = {root: Credit([1.0, -2.0], 3.0), root.children[1]: Credit([0.0, 0.0], 1.0)}
     (row,) = make_rows([tree], given, GRPOConfig())
     assert row.advantages == [1.0] * 2 + [-2.0] * 3 and row.weight == 3 / LENGTH_CONSTANT
@@ -187,7 +187,7 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs, float
     beyond the clip."""
     trl = pytest.importorskip("trl")
     config = plain(**switches)
-    trees = [rollout(reward, node((), n)) for reward, n in
+    trees = [made(reward, node((), n)) for reward, n in
              ((1.0, 7), (0.1, 4), (0.0, 9), (0.2, 2))]
     rows = rows_of(trees, config)
     pack = collate(rows, "cpu")
@@ -223,7 +223,7 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs, float
 
 
 def test_questions_are_dealt_whole_and_evenly_into_minibatches():
-    trees = [rollout(i, group=str(i % 7)) for i in range(28)]
+    trees = [made(i, group=str(i % 7)) for i in range(28)]
     parts = minibatches(trees, plain(updates=3))
     assert sorted(r.reward for part in parts for r in part) == list(range(28))
     assert [len({r.group for r in part}) for part in parts] == [3, 2, 2]
@@ -339,8 +339,8 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
 
 def test_a_step_is_described_by_the_trees_that_did_not_fail():
     leaf = replace(node((0,), 2), kind="llm", score=0.0)
-    trees = [rollout(0.2, replace(node((), 4, leaf), errors=[1])), rollout(0.8)]
-    trees += [rollout(0.5, group="alone"), rollout(1.0, failed="lost")]
+    trees = [made(0.2, replace(node((), 4, leaf), errors=[1])), made(0.8)]
+    trees += [made(0.5, group="alone"), made(1.0, failed="lost")]
     row = describe(trees, credit(trees, GRPOConfig()))
     assert row["reward"] == 0.5 and row["flat"] == 1 / 3  # the one without a comparison
     assert row["asks"] == 1 / 3

@@ -12,7 +12,7 @@ import minimal
 from conftest import command
 from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_rows, policy_loss
-from tree import Node, Rollout, Turn
+from tree import Node, Tree, Turn
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def scripted(groups):
     return minimal.collect(questions, minimal.demonstrate)
 
 
-def as_rollouts(model, roots, rewards):
+def as_trees(model, roots, rewards):
     """The same trees for grpo.py, with the log-probabilities of the same model."""
     def convert(node, path):
         children = [convert(child, (*path, i)) for i, child in enumerate(node.children)]
@@ -58,7 +58,7 @@ def as_rollouts(model, roots, rewards):
             start = end
         return made
 
-    return [Rollout({}, str(i // minimal.GROUP), convert(root, ()), reward)
+    return [Tree({}, str(i // minimal.GROUP), convert(root, ()), reward)
             for i, (root, reward) in enumerate(zip(roots, rewards.tolist()))]
 
 
@@ -194,14 +194,14 @@ def test_advantages_and_weights_are_those_of_grpo(model):
     roots = [uneven(rng) for _ in range(2 * minimal.GROUP)]
     rewards = torch.rand(len(roots), dtype=torch.float64)
     rewards[:minimal.GROUP] = 0.1  # a group without a signal
-    rollouts = as_rollouts(model, roots, rewards)
+    trees = as_trees(model, roots, rewards)
     ours = minimal.advantages(rewards)
-    assert ours == pytest.approx(advantages(rollouts, GRPOConfig()), abs=1e-12)
+    assert ours == pytest.approx(advantages(trees, GRPOConfig()), abs=1e-12)
 
-    theirs = credit(rollouts, GRPOConfig())
-    for root, rollout, advantage in zip(roots, rollouts, ours):
+    theirs = credit(trees, GRPOConfig())
+    for root, tree, advantage in zip(roots, trees, ours):
         nodes = [*minimal.inherit(root, advantage)]
-        others = rollout.root.walk()
+        others = tree.root.walk()
         for (node, inherited, weight), other in zip(nodes, others, strict=True):
             assert theirs[other].advantages == pytest.approx([inherited], abs=1e-12)
             assert theirs[other].weight == weight
@@ -214,8 +214,8 @@ def test_loss_and_gradient_are_those_of_grpo(who, model):
     assert minimal.LENGTH_CONSTANT == LENGTH_CONSTANT
     roots, rewards = scripted(2)
     config = GRPOConfig(credit=who)
-    rollouts = as_rollouts(model, roots, rewards)
-    rows = make_rows(rollouts, credit(rollouts, config), config)
+    trees = as_trees(model, roots, rewards)
+    rows = make_rows(trees, credit(trees, config), config)
     logprobs = [p for row in rows
                 for p, m in zip(chosen(model, row.ids), row.mask[1:]) if m]
     loss, _ = policy_loss(torch.stack(logprobs), torch.zeros(len(logprobs)),

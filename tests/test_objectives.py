@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 import test_bias
-from test_grpo import node, rollout
+from test_grpo import node, made
 
 from baselines import objectives
 from engine.packing import collate, micro_batches
@@ -20,8 +20,8 @@ def scored_trees():
     for child, score in zip(children, (1.0, 0.0, 0.5, None)):
         child.score = score
     roots[0].score = 0.3  # the task's own, where a reward replaces it: nobody reads it
-    trees = [rollout(reward, root) for reward, root in zip((1.0, 0.0, 0.5), roots)]
-    return [*trees, rollout(9.0, failed="lost")]
+    trees = [made(reward, root) for reward, root in zip((1.0, 0.0, 0.5), roots)]
+    return [*trees, made(9.0, failed="lost")]
 
 
 # Advantage and weight of each node, in pre-order. Trees of 4, 2 and 2 nodes have by 1/k:
@@ -65,15 +65,15 @@ def test_credit_is_what_was_worked_out_by_hand(name, switches, advantages, weigh
 def test_equal_rewards_and_a_lone_tree_carry_no_gradient_and_lost_trees_no_credit(name):
     objective, config = getattr(objectives, name), GRPOConfig(objective=name)
     # The mean of three times 0.35 is not 0.35.
-    equal, zero = ([rollout(reward, node((), 4, node((0,), 2))) for _ in range(3)]
+    equal, zero = ([made(reward, node((), 4, node((0,), 2))) for _ in range(3)]
                    for reward in (0.35, 0.0))
-    lone = [rollout(0.3, node((), 4, node((0,), 2)))]
+    lone = [made(0.3, node((), 4, node((0,), 2)))]
     lone[0].root.children[0].score = 1.0
     for trees in (equal, zero, lone):
         credit = objective(trees, config)
         assert len(credit) == 2 * len(trees)
         assert not any(a for given in credit.values() for a in given.advantages)
-    assert objective([], config) == objective([rollout(1.0, failed="lost")], config) == {}
+    assert objective([], config) == objective([made(1.0, failed="lost")], config) == {}
 
 
 def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
@@ -87,8 +87,8 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
                          test_bias.node((0,), ids[2], test_bias.node((0, 0), ids[3])))
 
     rewards = (1.0, 0.2, 0.5, 0.1, 0.9, 0.4, 0.4)  # of three groups; the last says nothing
-    trees = [rollout(reward, some_tree(), g) for reward, g in zip(rewards, "aaabbcc")]
-    trees.append(rollout(5.0, some_tree(), "a", failed="lost"))
+    trees = [made(reward, some_tree(), g) for reward, g in zip(rewards, "aaabbcc")]
+    trees.append(made(5.0, some_tree(), "a", failed="lost"))
     logits = torch.randn(10, generator=torch.Generator().manual_seed(0)).double()
 
     config = GRPOConfig(objective="dpo")

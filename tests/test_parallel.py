@@ -30,7 +30,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, setup, steady
 from training import trees as many
 from training.run import Run
-from tree import Node, Rollout, Turn
+from tree import Node, Tree, Turn
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
@@ -68,7 +68,7 @@ def trees(step):
             made.add(Turn("assistant", "", answer, (-5.5,) * len(answer)))
         return made
 
-    return [Rollout(None, group, node((), *(node((i,)) for i in range(n))), reward)
+    return [Tree(None, group, node((), *(node((i,)) for i in range(n))), reward)
             for group, reward, n in (
                 ("a", 1.0, 3), ("a", 0.0, 1), ("b", 0.2, 0), ("b", 0.7, 2))]
 

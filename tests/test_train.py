@@ -40,7 +40,7 @@ from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
 from training.run import Run, State, find, weights_of
-from tree import Rollout, Sampling, Turn, read_rollouts, write_rollouts
+from tree import Tree, Sampling, Turn, read_trees, write_trees
 from util import read_flags
 
 
@@ -141,7 +141,7 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
         f"{step:06}" for step in run.shown]
 
     path = tmp_path / "trees" / "000010.jsonl"
-    for kept, tree in zip(read_rollouts(path, Task), scripted_trees, strict=True):
+    for kept, tree in zip(read_trees(path, Task), scripted_trees, strict=True):
         assert kept.task == replace(tree.task, context=None)
         assert (kept.reward, kept.group) == (tree.reward, tree.group)
         for got, want in zip(kept.root.walk(), tree.root.walk(), strict=True):
@@ -217,7 +217,7 @@ def test_an_update_moves_the_weights_and_logs_what_to_watch(
 def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
         kl, loop_of, scripted_trees, capsys):
     loop = loop_of("--steps", 30, "--kl", kl)
-    flat = [Rollout(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
+    flat = [Tree(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
     before = copies(loop.model)
     row = reinforce(loop, [flat] * 30)
     assert row["step"] == 10 and row["flat"] == 1 and ("entropy" in row) == (kl > 0)
@@ -353,9 +353,9 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     saved = tmp_path / "trees.jsonl"
     assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
                    "--n", 4, "--model", short_run / "init", "--save", saved) is None
-    trees = read_rollouts(saved)
+    trees = read_trees(saved)
     trees[0].root.turns[-1] = Turn("assistant", "too long " * 400, (), ())
-    write_rollouts(saved, trees)
+    write_trees(saved, trees)
     given = stopped_at("imitate", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
                        "--model", short_run / "init")
     assert "4 of 4 trees are fit to learn from" in capsys.readouterr().out
@@ -370,7 +370,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
     for tree in trees:
         [*tree.root.walk()][-1].errors.append(0)
-    write_rollouts(tmp_path / "errors", trees)
+    write_trees(tmp_path / "errors", trees)
     text = saved.read_text().replace('"end": "final"', '"end": "turns"')
     (tmp_path / "unfinished").write_text(text)
     saved.write_text(saved.read_text().replace('"reward": 1.0', '"reward": 0.0'))
@@ -544,7 +544,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     assert [path.name for path in trees_of(out)] == [
         f"{step:06}.jsonl" for step in range(1, 5)]
     for got, want in zip(trees_of(out), trees_of(straight)):
-        kept = [[tree.root.ids for tree in read_rollouts(path)] for path in (got, want)]
+        kept = [[tree.root.ids for tree in read_trees(path)] for path in (got, want)]
         assert kept[0] == kept[1]
     for got, want in zip(lines(out), lines(straight)):
         for key in ("phase", "step", "reward", "score", "rows", "tokens", "row_tokens"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasks import Task
-from tree import (Node, Rollout, Sampling, Turn, printable, read_rollouts, render,
-                  write_rollouts)
+from tree import (Node, Tree, Sampling, Turn, printable, read_trees, render,
+                  write_trees)
 
 HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
 
@@ -46,14 +46,14 @@ def as_dicts(node):
 def test_a_ragged_tree_survives_the_file(tmp_path):
     path = str(tmp_path / "trees.jsonl")
     task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
-    written = [Rollout(task, "g", ragged(), 0.1 + 0.2),
-               Rollout(task, "h", Node(end="failed"), 0.0, "OSError('lost')")]
-    write_rollouts(path, written)
+    written = [Tree(task, "g", ragged(), 0.1 + 0.2),
+               Tree(task, "h", Node(end="failed"), 0.0, "OSError('lost')")]
+    write_trees(path, written)
 
-    def fields(rollout):
-        return {**vars(rollout), "root": as_dicts(rollout.root)}
+    def fields(tree):
+        return {**vars(tree), "root": as_dicts(tree.root)}
 
-    assert list(map(fields, read_rollouts(path, Task))) == list(map(fields, written))
+    assert list(map(fields, read_trees(path, Task))) == list(map(fields, written))
     assert Path(path).read_bytes().isascii()
 
 
@@ -63,17 +63,17 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     path.write_text("old")
     monkeypatch.delattr(os, "replace")
     with pytest.raises(AttributeError):
-        write_rollouts(str(path), [Rollout({}, "g", Node(), 1.0)])
+        write_trees(str(path), [Tree({}, "g", Node(), 1.0)])
     assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize("bad", [b"{", b"\xff\xfe", b'{"group": "g"}'])
 def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
     path = tmp_path / "bad.jsonl"
-    write_rollouts(str(path), [Rollout({}, "g", Node(), 1.0)])
+    write_trees(str(path), [Tree({}, "g", Node(), 1.0)])
     path.write_bytes(path.read_bytes() + bad + b"\n")
     with pytest.raises(ValueError, match=f"^{path} line 2: .*$"):
-        read_rollouts(str(path))
+        read_trees(str(path))
 
 
 @pytest.mark.parametrize("temperature, top_p", [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo import scored_groups
-from tree import Node, Rollout
+from tree import Node, Tree
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
     def start(self) -> None:
         self.began, self.in_model = time.monotonic(), self.stats["seconds"]
 
-    def rollouts_done(self) -> None:
+    def trees_done(self) -> None:
         """From here on the step updates the weights."""
         self.updating = time.monotonic()
         self.sample_s = self.stats["seconds"] - self.in_model
@@ -33,30 +33,30 @@ class Clock:
                 "update_s": time.monotonic() - self.updating}
 
 
-def describe(rollouts: list[Rollout], credits: dict) -> dict:
+def describe(trees: list[Tree], credits: dict) -> dict:
     """What a batch of trees looked like: means per tree over those that did not fail.
     `credits` says for each trained node its advantages, one per sampled turn."""
     def is_flat(root: Node) -> bool:
         given = [credits[node] for node in root.walk() if node in credits]
         return not any(any(each.advantages) for each in given)
 
-    scored = [rollout for rollout in rollouts if not rollout.failed]
-    nodes = [node for rollout in scored for node in rollout.root.walk()]
+    scored = [tree for tree in trees if not tree.failed]
+    nodes = [node for tree in scored for node in tree.root.walk()]
     n = len(scored)
     row = {
-        "reward": sum(rollout.reward for rollout in scored) / n,
-        "reward_std": fmean(pstdev(rollouts[i].reward for i in members)
-                            for members in scored_groups(rollouts).values()),
-        "flat": sum(is_flat(rollout.root) for rollout in scored) / n,
-        "failed": len(rollouts) - n,
-        "failures": dict(Counter(r.failed for r in rollouts if r.failed)),
+        "reward": sum(tree.reward for tree in scored) / n,
+        "reward_std": fmean(pstdev(trees[i].reward for i in members)
+                            for members in scored_groups(trees).values()),
+        "flat": sum(is_flat(tree.root) for tree in scored) / n,
+        "failed": len(trees) - n,
+        "failures": dict(Counter(r.failed for r in trees if r.failed)),
         "nodes": len(nodes) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
         "errors": sum(len(node.errors) for node in nodes) / n,
         "ran": ran(nodes),
-        "asks": sum(bool(rollout.root.children) for rollout in scored) / n,
+        "asks": sum(bool(tree.root.children) for tree in scored) / n,
         "deaths": dict(Counter(node.reason for node in nodes if node.reason)),
-        "ends": dict(Counter(rollout.root.end for rollout in scored).most_common()),
+        "ends": dict(Counter(tree.root.end for tree in scored).most_common()),
     }
     own = [r.root.score for r in scored if r.root.score is not None]
     if own:  # --reward replaces the task's own score, and the roots keep the latter

@@ -24,7 +24,7 @@ from repl import cut
 from tasks.text import as_text
 from training.metrics import shares
 from training.scores import WHAT_HELPS, alike, best_of, mean_of
-from tree import Node, Rollout, Turn
+from tree import Node, Tree, Turn
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
@@ -151,19 +151,19 @@ def measured(metrics: Sequence[dict]) -> dict:
 # ------------------------------------------------------------------------------------------
 # Trees
 
-def of_trees(trees: Iterable[tuple[str, Rollout]], tokenizer=None,
+def of_trees(trees: Iterable[tuple[str, Tree]], tokenizer=None,
              advantages: dict[Node, float] = {}) -> str:
-    """The (label, rollout) of a step, as the page holds them. `advantages` has those of the
+    """The (label, tree) of a step, as the page holds them. `advantages` has those of the
     trained nodes. With a tokenizer, sampled tokens show how likely they were."""
-    values = [tree_values(label, rollout, tokenizer, advantages)
-              for label, rollout in trees]
+    values = [tree_values(label, tree, tokenizer, advantages)
+              for label, tree in trees]
     return deflated({"trees": values})
 
 
-def tree_values(label: str, rollout: Rollout, tokenizer,
+def tree_values(label: str, tree: Tree, tokenizer,
                 advantages: dict[Node, float]) -> dict:
     """A tree as JSON values. Its nodes are a list, and name their children by place."""
-    nodes = list(rollout.root.walk())
+    nodes = list(tree.root.walk())
     place = {node: i for i, node in enumerate(nodes)}
 
     def turn_values(turn: Turn, example: bool) -> dict:
@@ -188,9 +188,9 @@ def tree_values(label: str, rollout: Rollout, tokenizer,
                       for i, turn in enumerate(seen)]}
 
     return {
-        "name": label, "group": rollout.group, "query": short_text(rollout.task.query),
-        "gold": short_text(rollout.task.answer), "reward": rounded(rollout.reward),
-        "score": rounded(rollout.root.score), "failed": short_text(rollout.failed),
+        "name": label, "group": tree.group, "query": short_text(tree.task.query),
+        "gold": short_text(tree.task.answer), "reward": rounded(tree.reward),
+        "score": rounded(tree.root.score), "failed": short_text(tree.failed),
         "nodes": [node_values(node) for node in nodes]}
 
 

@@ -22,7 +22,7 @@ from engine import hf
 from engine.parallel import World
 from training import checkpoint, metrics, report, scores
 from training.settings import Config
-from tree import Node, Rollout, printable, render, write_rollouts
+from tree import Node, Tree, printable, render, write_trees
 from util import program, read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
@@ -153,38 +153,38 @@ class Run:
             if self.setup.tracker:
                 self.setup.tracker(row)
 
-    def log_step(self, rollouts: list[Rollout], credit: dict, rows: list,
+    def log_step(self, trees: list[Tree], credit: dict, rows: list,
                  measured: dict) -> None:
         """A step of GRPO: its JSON line, its line for people, and now and then a tree and
         the report page. `credit` are the Credits of the nodes, `rows` those trained on."""
         row = {"phase": "grpo", "step": self.state.step, **measured, "rows": len(rows),
                "row_tokens": sum(len(row.ids) for row in rows),
-               **metrics.describe(rollouts, credit)}
+               **metrics.describe(trees, credit)}
         self.log(row)
-        self.keep_trees(rollouts, credit)
+        self.keep_trees(trees, credit)
         print(metrics.line(row, self.config.steps))
         if self.state.step == 1 < self.config.steps:
             seconds = sum(row[name] for name in ("sample_s", "repl_s", "update_s"))
             print(f"at {seconds:.0f} s each, {self.config.steps} steps take "
                   f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
-            best = max(rollouts, key=lambda r: (r.reward, len(r.root.children)))
+            best = max(trees, key=lambda r: (r.reward, len(r.root.children)))
             asked = printable(best.task.query)
             print(f"{asked}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
 
-    def keep_trees(self, rollouts: list[Rollout], credit: dict) -> None:
+    def keep_trees(self, trees: list[Tree], credit: dict) -> None:
         """OUT/trees/STEP.jsonl, which --warmup can imitate, and the same for the report,
         with advantages. Those of the oldest step go."""
         if self.world.rank:
             return
         advantages = {node: statistics.fmean(given.advantages)
                       for node, given in credit.items() if given.advantages}
-        trees = [(f"#{i}", tree) for i, tree in enumerate(rollouts)]
+        trees = [(f"#{i}", tree) for i, tree in enumerate(trees)]
         step = self.state.step
         os.makedirs(self.path("trees"), exist_ok=True)
-        write_rollouts(self.path(f"trees/{step:06}.jsonl"), map(thinned, rollouts))
+        write_trees(self.path(f"trees/{step:06}.jsonl"), map(thinned, trees))
         self.shown[step] = report.of_trees(trees, self.setup.tokenizer, advantages)
         self.shown.pop(step - KEPT_STEPS, None)
         for path in self.kept_trees():
@@ -196,11 +196,11 @@ class Run:
         found = Path(self.path("trees")).glob("*.jsonl")
         return sorted(path for path in found if path.stem.isdigit())
 
-    def log_scores(self, name: str, rollouts: list[Rollout]) -> float:
+    def log_scores(self, name: str, trees: list[Tree]) -> float:
         """The scores of one tree per question, kept as results[name]. Returns their
         mean."""
-        records = [scores.record_of(rollout) for rollout in rollouts]
-        row = scores.summary(records, rollouts[0].task.kind, None,
+        records = [scores.record_of(tree) for tree in trees]
+        row = scores.summary(records, trees[0].task.kind, None,
                              scores.trained_as(self.setup.rlm_config))
         self.state.results[name] = row | {"by_question": scores.by_question(records)}
         self.log({"phase": "eval", "name": name, "step": self.state.step,
@@ -320,7 +320,7 @@ class Run:
         return time.monotonic() - self.began
 
 
-def thinned(rollout: Rollout) -> Rollout:
+def thinned(tree: Tree) -> Tree:
     """What is kept of a tree: no context, no ids but the sampled ones, and four digits of
     their log-probabilities. All else comes from the question and the texts."""
     def thin(node: Node) -> Node:
@@ -331,8 +331,8 @@ def thinned(rollout: Rollout) -> Rollout:
             turns.append(replace(turn, ids=ids, logprobs=logprobs))
         return replace(node, turns=turns, children=[thin(c) for c in node.children])
 
-    task = replace(rollout.task, context=None)
-    return replace(rollout, task=task, root=thin(rollout.root))
+    task = replace(tree.task, context=None)
+    return replace(tree, task=task, root=thin(tree.root))
 
 
 def resuming(config: Config, world: World) -> str:

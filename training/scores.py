@@ -13,7 +13,7 @@ import numpy as np
 
 from config import RLMConfig
 from tasks.text import as_text
-from tree import Rollout
+from tree import Tree
 
 Z = 1.959964  # deviations on each side of a 95 % interval
 WHAT_HELPS = (  # where all trees of a question score alike
@@ -26,12 +26,12 @@ def trained_as(config: RLMConfig) -> str:
     return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
 
 
-def record_of(rollout: Rollout) -> dict:
+def record_of(tree: Tree) -> dict:
     """What the statistics read of an answer. A context's length is its characters / 4."""
-    nodes = list(rollout.root.walk())
-    return {"id": rollout.task.id, "context": len(as_text(rollout.task.context)) // 4,
-            "score": rollout.reward, "own": rollout.root.score,  # None without --reward
-            "failed": rollout.failed, "end": rollout.root.end,
+    nodes = list(tree.root.walk())
+    return {"id": tree.task.id, "context": len(as_text(tree.task.context)) // 4,
+            "score": tree.reward, "own": tree.root.score,  # None without --reward
+            "failed": tree.failed, "end": tree.root.end,
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
 
 

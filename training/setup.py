@@ -33,7 +33,7 @@ from training import checkpoint, settings
 from training.run import State, claim, found, frozen, resuming, weights_of
 from training.settings import Config
 from training.trees import collect
-from tree import Rollout, printable
+from tree import Tree, printable
 from util import readable
 
 # The model that is made without --model, and how its trees may grow.
@@ -62,7 +62,7 @@ class Setup:
     plan: Plan
     tokenizer: Tokenizer
     rlm_config: RLMConfig
-    saved: list[Rollout]  # trees that the warm-up imitates in place of scripts
+    saved: list[Tree]  # trees that the warm-up imitates in place of scripts
 
 
 def prepare(config: Config, world: World, objective: Callable,
@@ -214,7 +214,7 @@ def reference_of(setup: Setup, state: State) -> Decoder | None:
 
 def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
                    rlm_config: RLMConfig, seed: int | str,
-                   world: World) -> list[Rollout]:
+                   world: World) -> list[Tree]:
     """One tree per question. A script takes the place of the policy, all else is as in
     GRPO, with real REPLs. If a tree may have one node only, its scripts call nobody."""
     policy = script_policy(asked, tokenizer, seed, alone=rlm_config.max_nodes == 1)

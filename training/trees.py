@@ -14,7 +14,7 @@ from engine.parallel import World
 from repl import REPLError, trees_at_once
 from rlm import grow
 from tasks import Task
-from tree import Lost, Node, Refused, Rollout, Unscored
+from tree import Lost, Node, Refused, Tree, Unscored
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 
@@ -22,7 +22,7 @@ EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
                   key: tuple = (), group: int = 1, world: World | None = None,
                   at_once: int = 256, label: str = "",
-                  reward: Callable | None = None) -> list[Rollout]:
+                  reward: Callable | None = None) -> list[Tree]:
     """`group` trees for each question, in order, each with its reward. The sampling of a
     tree is seeded by `key` and its number. With a `world` each rank grows its share, and
     then all ranks have the same trees. Raises REPLError if every one of them is lost."""
@@ -37,7 +37,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     grown = await side_by_side(one, world.share(todo) if world else todo, at_once, label)
     if world:  # every rank knows the questions, so only the trees are exchanged
         grown = [tree for part in world.gather(grown) for tree in part]
-    trees = [Rollout(questions[i // group], str(i // group), *tree)
+    trees = [Tree(questions[i // group], str(i // group), *tree)
              for i, tree in enumerate(grown)]
     if trees and all(tree.failed for tree in trees):
         raise REPLError(f"every tree was lost: {trees[0].failed}")
