@@ -17,11 +17,11 @@ from typing import Any
 
 import tasks
 import util
-from config import RLMConfig, load_config, task_of
+from config import RLMConfig, load_config, trained_task
 from repl import cut
 from rlm import grow, local_policy
 from sandbox.protocol import json_value
-from tasks import Task
+from tasks import Question
 from tasks.text import about, as_text
 from tree import ENDS, Completion, Lost, Node, Refused, Sampling, printable
 from util import flag
@@ -67,10 +67,11 @@ class RLM:
         raise RuntimeError("an event loop runs here, as in a notebook: await acompletion")
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        kind = tasks.kind_of(task_of(self.config, self.task))
-        task = tasks.question("question", kind, (query, json_value(context), None))
+        task = tasks.asked_as(trained_task(self.config, self.task))
+        question = tasks.checked("question", task, (query, json_value(context), None))
         policy = aloud(self.policy) if verbose else self.policy
-        self.trace = await grow(task, policy, self.tokenizer, self.config, (self.seed,))
+        self.trace = await grow(
+            question, policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
 
 
@@ -169,7 +170,7 @@ def main() -> None:
         print(f"gold: {as_text(question.answer)}\nscore: {score:.2f}")
 
 
-def question_of(flags: AskConfig) -> Task:
+def question_of(flags: AskConfig) -> Question:
     """The demo's question, which has a gold, or the user's about files."""
     if flags.demo:
         rng = random.Random(f"demo {flags.seed}")
@@ -179,10 +180,10 @@ def question_of(flags: AskConfig) -> Task:
         context = sys.stdin.buffer.read().decode("utf-8", "replace")
     elif len(context) < 2:
         context = "".join(context.values())
-    return Task("question", "", flags.question, context)
+    return Question("question", "", flags.question, context)
 
 
-def ask(flags: AskConfig, question: Task) -> Node:
+def ask(flags: AskConfig, question: Question) -> Node:
     """The tree that answers a question."""
     if not flags.api and not flags.model:
         flags = replace(flags, model=str(TINY))
@@ -190,9 +191,9 @@ def ask(flags: AskConfig, question: Task) -> Node:
     if not flags.api and not config.task:
         print("it was not trained for this (its rlm.json names no task), so its answer is "
               "a guess", file=sys.stderr)
-    if not question.kind:
-        kind = tasks.kind_of(task_of(config, flags.task))
-        question = replace(question, kind=kind)
+    if not question.task:
+        task = tasks.asked_as(trained_task(config, flags.task))
+        question = replace(question, task=task)
     return asyncio.run(grow(question, aloud(policy), tokenizer, config, (flags.seed,)))
 
 

@@ -62,7 +62,7 @@ def changed(config: RLMConfig | Limits, values: Any, source: Any) -> RLMConfig |
     return config
 
 
-def task_of(config: RLMConfig, given: str = "") -> str:
+def trained_task(config: RLMConfig, given: str = "") -> str:
     """The task that is given, else that of the training. Raises ValueError if that is a
     file: whoever opens a checkpoint from elsewhere must not run its code."""
     if not given and is_path(config.task):

@@ -28,11 +28,11 @@ import engine  # noqa: F401  before torch: it says how torch's threads wait
 import tasks
 import util
 from ask import Answering, policy_of
-from config import RLMConfig, load_config, task_of
+from config import RLMConfig, load_config, trained_task
 from repl import REPLError, trees_at_once
 from rlm import grow
 from sampler import SamplerError
-from tasks import Task
+from tasks import Question
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import message_of, scripted
 from training import report
@@ -67,18 +67,18 @@ class Evaluation:
     """What is asked, and how."""
     methods: str = flag("", f"some of {','.join(METHODS)}; empty: the rlm that the "
                             "checkpoint was trained as, else rlm1", common=True)
-    policy: str = flag("", "the kind's script in place of a model", choices=("oracle",))
+    policy: str = flag("", "the task's script in place of a model", choices=("oracle",))
     tasks: str = flag(
-        "", "kinds of questions, as a,b; each is a name or path/to/my_task.py; empty: what "
+        "", "tasks, as a,b; each is a name or path/to/my_task.py; empty: what "
             "the checkpoint was trained on, if it is no file, else requests; with --data "
             "what its fields say", common=True)
     lengths: str = flag(
         "", "of contexts, as 8000,128k,1m: characters / 4, so about tokens; empty: the "
-            "kind's usual length", common=True)
-    data: str = flag("", "JSONL file of questions of the one kind in --tasks", common=True)
+            "task's usual length", common=True)
+    data: str = flag("", "JSONL file of questions of the one task in --tasks", common=True)
     split: str = flag("heldout", "questions kept from training, those of training, or all",
                       choices=("heldout", "train", "all"))
-    n: int = flag(128, "questions per kind and length", 1, common=True)
+    n: int = flag(128, "questions per task and length", 1, common=True)
     samples: int = flag(1, "trees per question; above 1 also: what the best of k score, "
                            "and what GRPO would see", 1, common=True)
     against: str = flag("", "trees that an earlier --save wrote, by one method: prints the "
@@ -122,25 +122,25 @@ def lengths_of(text: str) -> list[int | None]:
             for part in listed(text)] or [None]
 
 
-def questions_of(flags: EvalConfig, kind: ModuleType, length: int | None) -> list:
+def questions_of(flags: EvalConfig, task: ModuleType, length: int | None) -> list:
     """The questions of a task: of --data the side that --split names, or generated."""
     if not flags.data:
-        return heldout_tasks(flags.n, kind, flags.seed, length=length,
+        return heldout_tasks(flags.n, task, flags.seed, length=length,
                              heldout=flags.split != "train")
-    rows = read(flags.data, kind)
+    rows = read(flags.data, task)
     if flags.split != "all":
         trained, heldout = split(rows)
         rows = trained if flags.split == "train" else heldout
     return rows[:flags.n]
 
 
-def earlier(path: str, questions: dict[tuple, list[Task]]) -> dict[tuple, dict]:
+def earlier(path: str, questions: dict[tuple, list[Question]]) -> dict[tuple, dict]:
     """The scores of saved trees, `by_question`, beside each cell of `questions`: as
     {(kind, length, path): scores}. Raises ValueError if they do not answer the same
     questions, or by more than one method."""
-    trees = read_trees(path, Task)
-    asked = {task.id for part in questions.values() for task in part}
-    answered = {tree.task.id for tree in trees}
+    trees = read_trees(path, Question)
+    asked = {question.id for part in questions.values() for question in part}
+    answered = {tree.question.id for tree in trees}
     if asked != answered:
         raise ValueError(
             f"{path} does not answer the same questions: {len(asked & answered)} of its "
@@ -151,7 +151,7 @@ def earlier(path: str, questions: dict[tuple, list[Task]]) -> dict[tuple, dict]:
     return {(*of, path): scores for of in questions}
 
 
-async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, key: tuple,
+async def answer(method: str, question: Question, policy, tokenizer, config: RLMConfig, key: tuple,
                  reward: Callable | None = None) -> tuple[dict, Tree]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, sampled
@@ -168,8 +168,8 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
         used.update(done.usage)
         return done
 
-    grown = partial(made_by, task, counted, tokenizer, config, key)
-    tree = Tree(task, f"{method} {task.id}", *await attempt(grown, task, reward))
+    grown = partial(made_by, question, counted, tokenizer, config, key)
+    tree = Tree(question, f"{method} {question.id}", *await attempt(grown, question, reward))
     return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
                               "seconds": round(time.monotonic() - begun, 3)}, tree
 
@@ -177,20 +177,20 @@ async def answer(method: str, task: Task, policy, tokenizer, config: RLMConfig, 
 def measure(flags: EvalConfig) -> None:
     """Put every question to every method, and print the scores."""
     config = load_config(flags.model, math.inf, flags.sandbox, flags.rlm)
-    specs = listed(flags.tasks) or [task_of(config)]
+    specs = listed(flags.tasks) or [trained_task(config)]
     if flags.data and not flags.tasks and not hasattr(tasks.load(config.task), "read"):
         specs = [""]  # what it was trained on reads no files: the rows decide
     loaded = [tasks.load(spec, flags.data) for spec in specs]
-    kinds = {tasks.name_of(kind): kind for kind in loaded}
-    for name in kinds:
+    asked = {tasks.name_of(task): task for task in loaded}
+    for name in asked:
         for function in filter(None, (flags.policy, "score")):
-            util.function_of(kinds[name], function)
+            util.function_of(asked[name], function)
     for path in filter(None, (flags.save, flags.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
     reward = util.load_function(flags.reward, "score(task, answer, root)")
-    questions = {(name, length): questions_of(flags, kind, length)
-                 for name, kind in kinds.items() for length in lengths_of(flags.lengths)}
+    questions = {(name, length): questions_of(flags, task, length)
+                 for name, task in asked.items() for length in lengths_of(flags.lengths)}
     before = earlier(flags.against, questions) if flags.against else {}
     policy, tokenizer = None, None
     if flags.model or flags.api:
@@ -198,15 +198,15 @@ def measure(flags: EvalConfig) -> None:
     methods = listed(flags.methods) or [trained_as(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
-    async def one(method: str, task: Task, key: tuple) -> tuple[dict, Tree]:
+    async def one(method: str, question: Question, key: tuple) -> tuple[dict, Tree]:
         chosen = policy
         if flags.policy:
-            oracle = kinds[task.kind].oracle
-            chosen = scripted(lambda node, key: message_of(oracle, task, node), tokenizer)
+            oracle = asked[question.task].oracle
+            chosen = scripted(lambda node, key: message_of(oracle, question, node), tokenizer)
         record, tree = await answer(
-            method, task, chosen, tokenizer, config, key, reward)
+            method, question, chosen, tokenizer, config, key, reward)
         # A seed gives the context again.
-        return record, replace(tree, task=replace(task, context=None))
+        return record, replace(tree, question=replace(question, context=None))
 
     table, cells, trees = [], {}, {}
 
@@ -217,8 +217,8 @@ def measure(flags: EvalConfig) -> None:
     say(report.HEAD)
     for of, method in itertools.product(questions, methods):
         cell = (*of, method)
-        todo = [(method, task, (flags.seed, *cell, i * flags.samples + n))
-                for i, task in enumerate(questions[of]) for n in range(flags.samples)]
+        todo = [(method, question, (flags.seed, *cell, i * flags.samples + n))
+                for i, question in enumerate(questions[of]) for n in range(flags.samples)]
         answers = asyncio.run(side_by_side(one, todo, at_once, f"{of[0]} {method}"))
         records = [record for record, _ in answers]
         cells[cell] = by_question(records)

@@ -99,13 +99,13 @@ def turns_of(example: Example, delegates: bool) -> list[str]:
             block(f"FINAL({json.dumps(example.answer)})")]
 
 
-def opening(node: Node, query: str, context: Any, kind: ModuleType,
+def opening(node: Node, query: str, context: Any, task: ModuleType,
             config) -> tuple[str, list[str], str]:
     """What opens a node: the system message, the example conversation (texts of user and
-    assistant in turn), and the user's message; `kind` is that of the task."""
+    assistant in turn), and the user's message; `task` is the question's."""
     if node.kind == "llm":
         return LEAF, [], query if context is None else f"{query}\n\n{as_text(context)}"
-    tools = getattr(kind, "TOOLS", ())
+    tools = getattr(task, "TOOLS", ())
     user = f"{query}\n{describe(context, config.style)}"
     if config.style == "brief":
         names = "".join(f"{tool.__name__}, " for tool in tools)
@@ -113,14 +113,14 @@ def opening(node: Node, query: str, context: Any, kind: ModuleType,
 
     # A child that could only ask models without a REPL is told to read.
     asks = config.max_nodes > 1 and node.depth < config.max_depth
-    calls, strategy = "", getattr(kind, "READING", "") if node.path else ""
+    calls, strategy = "", getattr(task, "READING", "") if node.path else ""
     if asks:
         calls = CALLS.format(nodes=config.max_nodes - 1)
-        strategy = getattr(kind, "STRATEGY", "")
-    system = getattr(kind, "PROMPT", FULL).format(
+        strategy = getattr(task, "STRATEGY", "")
+    system = getattr(task, "PROMPT", FULL).format(
         output=config.limits.output_chars, turns=config.max_turns,
         tokens=config.turn_tokens, calls=calls, tools=help_of(tools), strategy=strategy)
-    return system, turns_of(getattr(kind, "EXAMPLE", EXAMPLE), asks), user
+    return system, turns_of(getattr(task, "EXAMPLE", EXAMPLE), asks), user
 
 
 def observation(seen: str, node: Node, query: str, config) -> str:

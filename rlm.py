@@ -30,7 +30,7 @@ import tasks
 from config import RLMConfig
 from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, cut
-from tasks import Task
+from tasks import Question
 from tasks.in_repl import source
 from tasks.text import about
 from tree import ENDS, Completion, Node, Refused, Sampling, Turn
@@ -40,14 +40,15 @@ from util import expect
 # ------------------------------------------------------------------------------------------
 # One tree
 
-async def grow(task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()) -> Node:
-    """Grow one tree for a task and return its root; the answer is root.answer.
+async def grow(question: Question, policy, tokenizer, config: RLMConfig,
+               key: tuple = ()) -> Node:
+    """Grow one tree for a question and return its root; the answer is root.answer.
 
     `key` seeds the sampling: every completion gets (*key, path, turn). The policy's
     mistakes end nodes (`Node.end` says how). An exception is the machine's failure."""
-    tree = Growth(task, policy, tokenizer, config, key)
+    tree = Growth(question, policy, tokenizer, config, key)
     if not tree.root.end:
-        await tree.converse(tree.root, tree.query, task.context)
+        await tree.converse(tree.root, tree.query, question.context)
     return tree.root
 
 
@@ -55,8 +56,9 @@ class Growth:
     """One tree while it grows: its budgets, and what its nodes share. The root is opened at
     once, so it is what the policy reads first. It has ended if it does not fit."""
 
-    def __init__(self, task: Task, policy, tokenizer, config: RLMConfig, key: tuple = ()):
-        self.task, self.kind = task, tasks.of(task)
+    def __init__(self, question: Question, policy, tokenizer, config: RLMConfig,
+                 key: tuple = ()):
+        self.question, self.task = question, tasks.task_of(question)
         self.policy, self.tokenizer = policy, tokenizer
         self.config, self.key = config, key
         self.nodes_left = config.max_nodes
@@ -64,13 +66,13 @@ class Growth:
         self.speaking = 0  # messages that are sampled now
         self.given_back = asyncio.Event()
         self.seconds_left = config.seconds
-        self.root, self.query = Node(), task.query
-        generated = task.answer is not None  # a user's own question has no gold
-        if generated and config.style != "brief" and hasattr(self.kind, "in_words"):
-            in_words = self.kind.in_words
-            self.query = in_words(task.query)
+        self.root, self.query = Node(), question.query
+        generated = question.answer is not None  # a user's own question has no gold
+        if generated and config.style != "brief" and hasattr(self.task, "in_words"):
+            in_words = self.task.in_words
+            self.query = in_words(question.query)
             expect(isinstance(self.query, str), in_words, self.query, "a question")
-        if self.open(self.root, self.query, task.context):
+        if self.open(self.root, self.query, question.context):
             self.root.end = "window"
 
     def open(self, node: Node, query: str, context: Any) -> str:
@@ -78,7 +80,7 @@ class Growth:
         no node left, or no room for an answer; else ""."""
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
-        system, example, user = opening(node, query, context, self.kind, self.config)
+        system, example, user = opening(node, query, context, self.task, self.config)
         self.nodes_left -= 1  # what does not fit costs a node, too
         ids, size = (), sum(map(about, (system, *example, user)))
         if self.tokenizer and size < 4 * self.config.window:  # else it hardly fits
@@ -101,7 +103,7 @@ class Growth:
                 node.answer, node.end = spoken(node.turns[-1].text), "text"
             return
 
-        tools = source(tuple(getattr(self.kind, "TOOLS", ())))
+        tools = source(tuple(getattr(self.task, "TOOLS", ())))
         printed = notes = ""
         async with REPL(context, tools, self.config.limits, query) as repl:
             for turn in range(self.config.max_turns):
@@ -221,8 +223,8 @@ class Growth:
             values[i] = child.answer
             if child.answer is None and ENDS[child.end]:
                 values[i] = f"Error: the call ended without an answer ({ENDS[child.end]})"
-            if self.task.answer is not None and hasattr(self.kind, "part_score"):
-                child.score = self.kind.part_score(self.task, part, child.answer)
+            if self.question.answer is not None and hasattr(self.task, "part_score"):
+                child.score = self.task.part_score(self.question, part, child.answer)
 
         try:  # a child that the machine loses ends its siblings: the tree is lost
             async with asyncio.TaskGroup() as group:

@@ -47,7 +47,7 @@ from prompts import opening
 from repl import REPLError
 from rlm import local_policy
 from sampler import Sampler, SamplerError
-from tasks import Task
+from tasks import Question
 from training import settings, steady
 from training.metrics import Clock, means, shares, totals
 from training.run import Run, State, flags_of_run, resuming
@@ -271,7 +271,7 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
     return means(sums, len(batches)) | measured
 
 
-def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Task],
+def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Question],
                  key: tuple, label: str, group: int = 1) -> list[Tree]:
     """`group` trees per question, with the weights as they are now."""
     sampler.load(model)
@@ -282,7 +282,7 @@ def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Tas
 
 
 def evaluate(run: Run, model: Decoder, sampler: Sampler, name: str,
-             asked: list[Task]) -> float:
+             asked: list[Question]) -> float:
     """The mean score of one tree per question, kept under this name."""
     key = run.setup.config.seed, name
     return run.log_scores(name, sample_trees(run.setup, model, sampler, asked, key, name))

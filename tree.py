@@ -176,7 +176,7 @@ class Node:
 @dataclass(frozen=True)
 class Tree:
     """One tree with its question and its reward."""
-    task: Any  # a tasks.Task, or the same fields as a dict
+    question: Any  # a tasks.Question, or the same fields as a dict
     group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
@@ -190,16 +190,16 @@ def write_trees(path: str, trees: Iterable[Tree]) -> None:
     write_text(path, "".join(lines))
 
 
-def read_trees(path: str, task_type=dict) -> list[Tree]:
-    """The trees of a file; `task_type`, usually tasks.Task, takes a question's fields.
+def read_trees(path: str, question_type=dict) -> list[Tree]:
+    """The trees of a file; `task_type`, usually tasks.Question, takes a question's fields.
     Raises ValueError that names the first line which is not a tree."""
     trees = []
     with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                task, root = task_type(**row["task"]), _node(row["root"])
-                trees.append(Tree(**row | {"task": task, "root": root}))
+                question, root = question_type(**row["question"]), _node(row["root"])
+                trees.append(Tree(**row | {"question": question, "root": root}))
             except MISREAD as error:
                 where = f"{path} line {number}"
                 raise ValueError(f"{where}: not a tree ({error!r:.200})") from None

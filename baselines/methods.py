@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import prompts
 from config import RLMConfig
-from tasks import Task, requests
+from tasks import Question, requests
 from tasks.text import about, as_text
 from tree import Node, Turn
 
@@ -27,17 +27,17 @@ NOTES = ("You read a long text part by part and carry notes. Write the new notes
          "tokens.")
 
 
-async def answer(name: str, task: Task, policy, tokenizer, config: RLMConfig,
+async def answer(name: str, question: Question, policy, tokenizer, config: RLMConfig,
                  key: tuple) -> Node:
     """The root of a baseline's tree."""
-    query, reader = task.query, Reader(policy, tokenizer, config, key)
-    if task.kind == "requests":  # its question does not name the subjects
+    query, reader = question.query, Reader(policy, tokenizer, config, key)
+    if question.task == "requests":  # its question does not name the subjects
         query += f" One per line, as Anna 3: food. Of: {', '.join(requests.SUBJECTS)}."
-    root = await BASELINES[name](query, flat(task.context), reader)
-    if task.kind == "requests":
+    root = await BASELINES[name](query, flat(question.context), reader)
+    if question.task == "requests":
         subjects = "|".join(requests.SUBJECTS)
         root.answer = dict(re.findall(rf"(\w+ \d+)\W+({subjects})\b", root.answer))
-    if task.kind == "evidence":  # lines without bullets and quotes
+    if question.task == "evidence":  # lines without bullets and quotes
         lines = re.sub(r"(?m)^\s*(?:[-*•]|\d+[.)])\s+", "", root.answer).split("\n")
         root.answer = [line.strip(' "') for line in lines if line.strip(' "')]
     return root

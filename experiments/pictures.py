@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from grpo import GRPOConfig, advantages
-from tasks import Task
+from tasks import Question
 from tree import Node, Tree, read_trees
 from util import read_json, write_text
 
@@ -106,7 +106,7 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
 
 
 def main() -> None:
-    trees = read_trees(str(RESULTS / "group.jsonl"), Task)
+    trees = read_trees(str(RESULTS / "group.jsonl"), Question)
     write_text(str(RESULTS / "group.svg"), group(trees))
     arms = {name: [run["reward"] for run in runs]
             for name, runs in read_json(str(RESULTS / "main.json")).items()

@@ -37,16 +37,16 @@ def make(rng, tokens=None, heldout=False):
     return "Translate all.", parts, [DICTIONARY[word] for word in known]
 
 
-def score(task, answer):
+def score(question, answer):
     found = set(strings_in(answer))
-    return 2 * len(found & set(task.answer)) / (len(found) + len(task.answer))
+    return 2 * len(found & set(question.answer)) / (len(found) + len(question.answer))
 
 
-def part_score(task, part, answer):
+def part_score(question, part, answer):
     """For a child that was given a part: its F1 there."""
     words = " ".join(strings_in(part)).split()
     gold = [DICTIONARY[word] for word in words if word in DICTIONARY]
-    return score(replace(task, answer=gold), answer) if gold else None
+    return score(replace(question, answer=gold), answer) if gold else None
 
 
 READS = 0.6  # share of plain completions that answer right
@@ -60,7 +60,7 @@ NODE_SCRIPTS = {
 }
 
 
-def demonstrate(task, node, rng):
+def demonstrate(question, node, rng):
     if node.kind == "llm":
         return translate(node) if rng.random() < READS else "none"
     return block(NODE_SCRIPTS[pick(NODE_SCRIPTS, rng)][1])
@@ -72,5 +72,5 @@ def translate(node) -> str:
     return DICTIONARY[known[0]] if known else "none"
 
 
-def oracle(task, node):
+def oracle(question, node):
     return translate(node) if node.kind == "llm" else block(NODE_SCRIPTS["each"][1])

@@ -105,34 +105,34 @@ MAX_SPANS = 2_000  # an answer with more strings scores 0: to mark them could ta
 SHORTEST = 12  # characters of a string that counts; a shorter one has to be gold itself
 
 
-def score(task, answer):
+def score(question, answer):
     """Micro F1 over characters: in all papers every occurrence of a returned string is
     marked. Short strings do not count: the alphabet's letters would mark everything."""
-    gold_spans = {span for spans in task.answer.values() for span in spans}
+    gold_spans = {span for spans in question.answer.values() for span in spans}
     spans = {span for span in strings_in(answer)
              if len(span) >= SHORTEST or span in gold_spans}
     if len(spans) > MAX_SPANS:
         return 0.0
     both = returned = gold = 0
-    for paper, text in task.context.items():
-        marked, wanted = mark(text, spans), mark(text, task.answer.get(paper, ()))
+    for paper, text in question.context.items():
+        marked, wanted = mark(text, spans), mark(text, question.answer.get(paper, ()))
         both += (int.from_bytes(marked) & int.from_bytes(wanted)).bit_count()
         returned += marked.count(1)
         gold += wanted.count(1)
     return 2 * both / (returned + gold) if both else 0.0
 
 
-def right_answer(task):
-    return [span for spans in task.answer.values() for span in spans]
+def right_answer(question):
+    return [span for spans in question.answer.values() for span in spans]
 
 
-def part_score(task, part, answer):
+def part_score(question, part, answer):
     """For a child that was given one paper: its F1 there. If nothing is to be found in the
     paper, an empty answer scores 1."""
-    for name, text in task.context.items():
-        if text == part and name in task.answer:
-            gold = {name: task.answer[name]}
-            return score(replace(task, context={name: text}, answer=gold), answer)
+    for name, text in question.context.items():
+        if text == part and name in question.answer:
+            gold = {name: question.answer[name]}
+            return score(replace(question, context={name: text}, answer=gold), answer)
         if text == part:
             return float(answer is not None and not strings_in(answer))
 
@@ -168,18 +168,18 @@ CHILD_SCRIPTS = {  # the sentences with the word, the paper, its first sentence
 }
 
 
-def demonstrate(task, node, rng):
+def demonstrate(question, node, rng):
     name = pick(CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS, rng)
     look = rng.random() < LOOK_FIRST
     if look and not node.written:
         return block("print(context[:40])" if node.depth else "print(len(context))")
-    return strategy_code(task, node, name)
+    return strategy_code(question, node, name)
 
 
-def strategy_code(task, node, name: str) -> str:
+def strategy_code(question, node, name: str) -> str:
     _, code = (CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS)[name]
-    return block(code.replace("WORD", word_of(task)))
+    return block(code.replace("WORD", word_of(question)))
 
 
-def oracle(task, node):
-    return strategy_code(task, node, "exact" if node.depth else "filter")
+def oracle(question, node):
+    return strategy_code(question, node, "exact" if node.depth else "filter")

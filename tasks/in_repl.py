@@ -84,12 +84,12 @@ def block(code: str) -> str:
     return f"```repl\n{code}\n```"
 
 
-def word_of(task) -> str:
+def word_of(question) -> str:
     """The first quoted word of the question that may stand in code, else its longest word
     that the context contains."""
-    for quoted in re.findall(r'"([^"\n]+)"', task.query):
+    for quoted in re.findall(r'"([^"\n]+)"', question.query):
         if not {"'", "\\"} & set(quoted):
             return quoted
-    text = str(task.context)
-    words = sorted(re.findall(r"\w+", task.query), key=len, reverse=True) or ["the"]
+    text = str(question.context)
+    words = sorted(re.findall(r"\w+", question.query), key=len, reverse=True) or ["the"]
     return next((word for word in words if word in text), words[0])

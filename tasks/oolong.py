@@ -20,11 +20,11 @@ PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
 
-def score(task, answer):
+def score(question, answer):
     """OOLONG: what follows the last colon, without * [ ] and quotes, equals the gold. In a
     comparison exactly one of the three phrases occurs. Left out: the public fallback to a
     text's last word, which a list of all labels can pass."""
-    kind, gold = task.answer["type"], task.answer["value"]
+    kind, gold = question.answer["type"], question.answer["value"]
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
         found = [phrase for phrase in PHRASES if phrase in text]
@@ -39,19 +39,19 @@ def score(task, answer):
     return float(text == gold)
 
 
-def right_answer(task):
-    return task.answer["value"]
+def right_answer(question):
+    return question.answer["value"]
 
 
-def labels_of(task) -> dict[str, str]:
+def labels_of(question) -> dict[str, str]:
     """The label of each line's text, where they are known."""
-    texts = re.findall("Instance: .*", task.context)
-    return dict(zip(texts, task.answer.get("labels", ())))
+    texts = re.findall("Instance: .*", question.context)
+    return dict(zip(texts, question.answer.get("labels", ())))
 
 
-def part_score(task, part, answer):
+def part_score(question, part, answer):
     """The share of right labels, for a child that was given lines as {key: text}."""
-    known, answer = labels_of(task), answer if isinstance(answer, dict) else {}
+    known, answer = labels_of(question), answer if isinstance(answer, dict) else {}
     if not (part and isinstance(part, dict) and {*map(str, part.values())} <= {*known}):
         return None
     return sum(answer.get(k) == known[str(text)] for k, text in part.items()) / len(part)
@@ -116,14 +116,14 @@ ROOT_SCRIPTS = ("", "", "", "[:1]", "[:1]")
 CHILD_SCRIPTS = ("read", "read", "read", "guess", "guess")
 
 
-def demonstrate(task, node, rng):
-    labels = field(task.answer, "labels", list)  # else give --warmup FILE
+def demonstrate(question, node, rng):
+    labels = field(question.answer, "labels", list)  # else give --warmup FILE
     if not node.depth:
-        return block(root_code(task.query, rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)))
+        return block(root_code(question.query, rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)))
     if rng.choice(CHILD_SCRIPTS) == "guess":
         return block(f"FINAL(dict.fromkeys(context, {rng.choice(labels)!r}))")
     if not node.written:
         return block("print(context)")
-    known = {repr(text): label for text, label in labels_of(task).items()}
+    known = {repr(text): label for text, label in labels_of(question).items()}
     shown = re.findall(r"'(\d+)': (.+?)(?:}$|, (?='\d+': ))", node.turns[-1].text, re.M)
     return block(f"FINAL({ {key: known[text] for key, text in shown if text in known} })")

@@ -96,17 +96,17 @@ def best(rule, answer, golds: list[str]) -> float:
     return max(float(rule(as_line(answer), gold)) for gold in golds or [""])
 
 
-def score(task, answer):
-    return best(f1, answer, task.answer)
+def score(question, answer):
+    return best(f1, answer, question.answer)
 
 
-def exact(task, answer, root=None):
+def exact(question, answer, root=None):
     """SQuAD's exact match."""
-    return best(lambda given, gold: tokens(given) == tokens(gold), answer, task.answer)
+    return best(lambda given, gold: tokens(given) == tokens(gold), answer, question.answer)
 
 
-def right_answer(task):
-    return task.answer[0] if task.answer else ""
+def right_answer(question):
+    return question.answer[0] if question.answer else ""
 
 
 def says(part: str, gold: list[str]) -> bool:
@@ -115,11 +115,11 @@ def says(part: str, gold: list[str]) -> bool:
     return any(f" {' '.join(tokens(one))} " in inside for one in gold)
 
 
-def part_score(task, part, answer):
+def part_score(question, part, answer):
     """For a child that was given one text. If it does not say the answer, "" scores 1."""
     if not isinstance(part, str):
         return None
-    return best(f1, answer, task.answer if says(part, task.answer) else [])
+    return best(f1, answer, question.answer if says(part, question.answer) else [])
 
 
 # Good and bad scripts with their shares. "rank" with children that "read" is right, and a
@@ -141,8 +141,8 @@ ROOT_SCRIPTS = {
 CHILD_SCRIPTS = {"read": 0.6, "sentence": 0.25, "echo": 0.15}
 
 
-def demonstrate(task, node, rng):
-    if not task.context:  # one that knows the gold would teach to guess
+def demonstrate(question, node, rng):
+    if not question.context:  # one that knows the gold would teach to guess
         raise Refused("a question without a context has no script to learn from")
     if node.depth:
         name, = rng.choices([*CHILD_SCRIPTS], CHILD_SCRIPTS.values())
@@ -150,12 +150,12 @@ def demonstrate(task, node, rng):
     else:
         name = pick(ROOT_SCRIPTS, rng)
         _, code = ROOT_SCRIPTS[name]
-        code = code.format(texts=TEXTS[type(task.context)])
+        code = code.format(texts=TEXTS[type(question.context)])
     if not node.written or name not in ("read", "sentence"):
         return block(code)
     # What was printed. Behind it is the question, which may hold the gold, too.
-    text = node.turns[-1].text.rpartition(task.query[:100])[0].rpartition("\n")[0]
-    found = [gold for gold in task.answer if says(text, [gold])]
+    text = node.turns[-1].text.rpartition(question.query[:100])[0].rpartition("\n")[0]
+    found = [gold for gold in question.answer if says(text, [gold])]
     if found and name == "sentence":
         found = search(text, found[0], 0) or found
     return block(f"FINAL({json.dumps(found[0] if found else '', ensure_ascii=False)})")

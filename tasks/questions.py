@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import tasks
-from tasks import Task
+from tasks import Question
 from tasks.text import about, as_text
 from util import MISREAD
 
@@ -22,20 +22,21 @@ MOST_REASONS = 10  # that are printed of rows left out
 LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
-def heldout_tasks(n: int, kind: ModuleType, seed: int | str = 0, times: int = 1,
-                  length: int | None = None, heldout: bool | str = True) -> list[Task]:
+def heldout_tasks(n: int, task: ModuleType, seed: int | str = 0, times: int = 1,
+                  length: int | None = None, heldout: bool | str = True) -> list[Question]:
     """n generated questions that training never saw (or, without `heldout`, may see; or, if
     it is "validation", that choose a checkpoint), of this length, or about `times` as long
-    as usual. Raises ValueError for a length that the kind cannot have."""
+    as usual. Raises ValueError for a length that the task
+    cannot have."""
     questions = []
-    of_length = f" {tasks.name_of(kind)} {length}" if length else ""
+    of_length = f" {tasks.name_of(task)} {length}" if length else ""
     for i in range(n):
         side = "heldout" if heldout else "teacher"
         rng = random.Random(f"{side} {seed}{of_length} {i}")
         tokens = length
         if times > 1:
-            tokens = round(times * kind.TOKENS * rng.uniform(*LONGER))
-        questions.append(tasks.make(kind, rng, tokens, heldout))
+            tokens = round(times * task.TOKENS * rng.uniform(*LONGER))
+        questions.append(tasks.make(task, rng, tokens, heldout))
     return questions
 
 
@@ -45,52 +46,52 @@ class Questions:
     `validation` choose a checkpoint; those of a file are as many as held out, and are not
     trained on. Of either the first `heldout` are asked: the split is eval.py's, too."""
 
-    def __init__(self, kind: ModuleType, data: str = "", seed: int = 0,
+    def __init__(self, task: ModuleType, data: str = "", seed: int = 0,
                  heldout: int = 128, validation: bool = False):
-        self.kind, self.name, self.seed = kind, tasks.name_of(kind), seed
-        self.rows: list[Task] = []  # from a file; without one, questions are generated
-        self.longer: dict[str, list[Task]] = {}
-        self.validation: list[Task] = []
+        self.task, self.name, self.seed = task, tasks.name_of(task), seed
+        self.rows: list[Question] = []  # from a file; without one, questions are generated
+        self.longer: dict[str, list[Question]] = {}
+        self.validation: list[Question] = []
         if data:
-            self.rows, held = split(read(data, kind))
+            self.rows, held = split(read(data, task))
             if validation:
                 self.rows, self.validation = split(self.rows, len(held))
             self.heldout, self.validation = held[:heldout], self.validation[:heldout]
             return
-        self.heldout = heldout_tasks(heldout, kind)
+        self.heldout = heldout_tasks(heldout, task)
         if validation:
             self.validation = heldout_tasks(
-                heldout, kind, "validation", heldout="validation")
-        for times in (4, 16) if hasattr(kind, "TOKENS") else ():
-            self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, kind, times=times)
+                heldout, task, "validation", heldout="validation")
+        for times in (4, 16) if hasattr(task, "TOKENS") else ():
+            self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, task, times=times)
 
     @property
-    def playable(self) -> list[Task]:
+    def playable(self) -> list[Question]:
         """The rows that scripts can play. An oracle plays generated questions only."""
-        return self.rows if hasattr(self.kind, "demonstrate") else []
+        return self.rows if hasattr(self.task, "demonstrate") else []
 
-    def draw(self, phase: str, i: int) -> Task:
+    def draw(self, phase: str, i: int) -> Question:
         """The i-th question of a phase."""
         rows = self.playable if phase == "warmup" else self.rows
         if not rows:
-            return tasks.make(self.kind, random.Random(f"{self.seed} {phase} {i}"))
+            return tasks.make(self.task, random.Random(f"{self.seed} {phase} {i}"))
         epoch, at = divmod(i, len(rows))
         return rows[_shuffled(len(rows), f"{self.seed} {phase} {epoch}")[at]]
 
     def described(self) -> str:
         """For people: how many there are, how long, and what their gold answers score."""
         asked = self.rows or [self.draw("grpo", i) for i in range(100)]
-        longest = max(about(as_text(task.context)) for task in asked)
+        longest = max(about(as_text(question.context)) for question in asked)
         lines = [f"{len(self.rows) or 'generated'} questions to train on, "
                  f"{len(self.validation)} for validation, {len(self.heldout)} held out; "
                  f"contexts of at most about {longest:,} tokens"]
-        right = getattr(self.kind, "right_answer", lambda task: task.answer)
-        scores = [tasks.reward(task, right(task)) for task in asked]
+        right = getattr(self.task, "right_answer", lambda question: question.answer)
+        scores = [tasks.reward(question, right(question)) for question in asked]
         lines.append(f"gold answers score {statistics.fmean(scores):.3f}, the worst "
                      f"{min(scores):.3f}")
         return "\n".join(lines)
 
-    def batch(self, step: int, n: int) -> list[Task]:
+    def batch(self, step: int, n: int) -> list[Question]:
         """The n questions of a step of GRPO."""
         return [self.draw("grpo", i) for i in range(step * n, (step + 1) * n)]
 
@@ -102,14 +103,14 @@ def _shuffled(n: int, seed: str) -> list[int]:
     return order
 
 
-def read(path: str, kind: ModuleType) -> list[Task]:
-    """The questions of a JSON lines file. Rows for which the kind's `read` raises
+def read(path: str, task: ModuleType) -> list[Question]:
+    """The questions of a JSON lines file. Rows for which the task's `read` raises
     ValueError are left out, and counted by reason. Raises ValueError if no row is left."""
-    name = tasks.name_of(kind)
-    if not hasattr(kind, "read"):
+    name = tasks.name_of(task)
+    if not hasattr(task, "read"):
         raise ValueError(f"the task {name} reads no files")
 
-    questions: list[Task] = []
+    questions: list[Question] = []
     problems: dict[str, list[str]] = {}  # by reason
     lines = Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
@@ -119,7 +120,7 @@ def read(path: str, kind: ModuleType) -> list[Task]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-            made = tasks.question("", name, kind.read(row))
+            made = tasks.checked("", name, task.read(row))
             content = json.dumps([made.query, made.context, made.answer])
             id = "row-" + hashlib.sha256(content.encode()).hexdigest()[:12]
             questions.append(replace(made, id=id))
@@ -137,7 +138,7 @@ def read(path: str, kind: ModuleType) -> list[Task]:
     return questions
 
 
-def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task]]:
+def split(questions: list[Question], wanted: int = 0) -> tuple[list[Question], list[Question]]:
     """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
     without `wanted` a fifth, at most 128.
 
@@ -159,11 +160,11 @@ def split(questions: list[Task], wanted: int = 0) -> tuple[list[Task], list[Task
     if whole < wanted:
         print(f"{whole} questions, not {wanted}, are set aside with all that share a text "
               f"with them, and {len(held) - whole} without")
-    return ([task for i, task in enumerate(shuffled) if i not in held],
-            [task for i, task in enumerate(shuffled) if i in held])
+    return ([question for i, question in enumerate(shuffled) if i not in held],
+            [question for i, question in enumerate(shuffled) if i in held])
 
 
-def _sharing(questions: list[Task]) -> list[set[int]]:
+def _sharing(questions: list[Question]) -> list[set[int]]:
     """The places of the questions, in groups that have no text in common: no document of a
     dict or a list, else no whole context. Where there is no text, the question is the text.
     Line breaks make no difference."""
@@ -176,13 +177,13 @@ def _sharing(questions: list[Task]) -> list[set[int]]:
             i = earlier[i]
         return i
 
-    for i, task in enumerate(questions):
-        parts = task.context
+    for i, question in enumerate(questions):
+        parts = question.context
         if isinstance(parts, dict):
             parts = parts.values()
         elif not isinstance(parts, list):
             parts = [parts]
-        *texts, query = (" ".join(str(part).split()) for part in (*parts, task.query))
+        *texts, query = (" ".join(str(part).split()) for part in (*parts, question.query))
         for text in filter(None, texts) if any(texts) else [query]:
             low, high = sorted((first(i), first(seen.setdefault(hash(text), i))))
             earlier[high] = low

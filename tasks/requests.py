@@ -88,16 +88,16 @@ def in_words(query):
             "Answer with a dict {name of the request: one of these eight}.")
 
 
-def score(task, answer):
+def score(question, answer):
     if not isinstance(answer, dict) or not answer:
         return 0.0
-    right = sum(answer.get(name) == subject for name, subject in task.answer.items())
-    return right / len(answer.keys() | task.answer.keys())
+    right = sum(answer.get(name) == subject for name, subject in question.answer.items())
+    return right / len(answer.keys() | question.answer.keys())
 
 
-def part_score(task, part, answer):
+def part_score(question, part, answer):
     """For a child that was given one request: whether it says what it is about."""
-    if part not in task.context.values():
+    if part not in question.context.values():
         return None
     return float(answer == SUBJECT[part])
 
@@ -121,7 +121,7 @@ CHILD_SCRIPTS = {  # it reads, it guesses, it reads and does not answer
 }
 
 
-def demonstrate(task, node, rng):
+def demonstrate(question, node, rng):
     name = pick(CHILD_SCRIPTS if node.depth else ROOT_SCRIPTS, rng)
     return strategy_code(node, name, rng.choice(list(SUBJECTS)))
 
@@ -137,5 +137,5 @@ def strategy_code(node, name: str, guess: str = "") -> str:
     return block(code.replace("GUESS", guess))
 
 
-def oracle(task, node):
+def oracle(question, node):
     return strategy_code(node, "read" if node.depth else "filter")

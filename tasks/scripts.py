@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import tasks
 import util
-from tasks import Task
+from tasks import Question
 from tree import Completion, Node, Tree, read_trees
 
 
@@ -25,13 +25,13 @@ def scripted(script: Callable, tokenizer):
     return policy
 
 
-def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
-    """The policy that writes what the scripts of a kind say, or its oracle where there are
+def script_policy(questions: list[Question], tokenizer, seed, alone: bool):
+    """The policy that writes what the scripts of a task say, or its oracle where there are
     none. The scripts of a node are drawn from (seed, the number of its tree, its path), so
     a node keeps its strategy. `alone` asks for those without calls. Raises ValueError if
     there are none."""
-    kind, name = tasks.of(questions[0]), questions[0].kind
-    if not (hasattr(kind, "demonstrate") or hasattr(kind, "oracle")):
+    task, name = tasks.task_of(questions[0]), questions[0].task
+    if not (hasattr(task, "demonstrate") or hasattr(task, "oracle")):
         raise ValueError(f"the task {name} has no scripts to learn from: give --model, and "
                          "--warmup FILE or --warmup-steps 0")
 
@@ -39,10 +39,10 @@ def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
         *_, number, path, turn = key
         rng = random.Random(f"{(seed, number)} {path}")
         for _ in range(100):
-            if hasattr(kind, "demonstrate"):
-                message = message_of(kind.demonstrate, questions[number], node, rng)
+            if hasattr(task, "demonstrate"):
+                message = message_of(task.demonstrate, questions[number], node, rng)
             else:
-                message = message_of(kind.oracle, questions[number], node)
+                message = message_of(task.oracle, questions[number], node)
             if not (alone and re.search(r"\b(rlm|llm)_query", message)):
                 return message
         raise ValueError(f"the task {name} has no script that calls nobody")
@@ -51,7 +51,7 @@ def script_policy(questions: list[Task], tokenizer, seed, alone: bool):
 
 
 def message_of(script: Callable, *arguments) -> str:
-    """What a kind's script writes. Raises ValueError if that is no text."""
+    """What a task's script writes. Raises ValueError if that is no text."""
     message = script(*arguments)
     util.expect(isinstance(message, str), script, message, "the text of a message")
     return message
@@ -60,7 +60,7 @@ def message_of(script: Callable, *arguments) -> str:
 def saved_trees(path: str) -> list[Tree]:
     """The saved trees that are fit to learn from: an answer, no REPL error, a reward above
     0. Raises ValueError if there are none."""
-    saved = read_trees(path, Task)
+    saved = read_trees(path, Question)
     trees = []
     for tree in saved:
         errors = any(node.errors for node in tree.root.walk())

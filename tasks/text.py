@@ -1,4 +1,4 @@
-"""Contexts and answers as text, and what the kinds of task share: made-up words, fields of
+"""Contexts and answers as text, and what tasks share: made-up words, fields of
 a row."""
 import json
 import random

@@ -154,7 +154,7 @@ def test_a_child_is_scored_on_the_part_that_it_was_given(kind):
     context, gold, cases = PARTS[kind]
     task = Task("t", kind, 'List the words of class "animal".', context, gold)
     for part, answer, score in cases:
-        assert tasks.of(task).part_score(task, part, answer) == pytest.approx(score)
+        assert tasks.task_of(task).part_score(task, part, answer) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("kind, digest", [

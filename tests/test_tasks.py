@@ -57,7 +57,7 @@ def letters(tmp_path):
 def test_a_file_is_a_task_like_ours(letters):
     kind = tasks.load(letters)
     task = tasks.make(kind, random.Random(5))
-    assert tasks.of(task) is tasks.load(letters) is kind
+    assert tasks.task_of(task) is tasks.load(letters) is kind
     assert task.kind == Path(letters).stem and task.id.startswith(f"{task.kind}-")
     assert reward(task, 7) == 1.0 and reward(task, 8) == 0.0
     policy = script_policy([task], None, 0, alone=True)

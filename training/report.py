@@ -188,8 +188,8 @@ def tree_values(label: str, tree: Tree, tokenizer,
                       for i, turn in enumerate(seen)]}
 
     return {
-        "name": label, "group": tree.group, "query": short_text(tree.task.query),
-        "gold": short_text(tree.task.answer), "reward": rounded(tree.reward),
+        "name": label, "group": tree.group, "query": short_text(tree.question.query),
+        "gold": short_text(tree.question.answer), "reward": rounded(tree.reward),
         "score": rounded(tree.root.score), "failed": short_text(tree.failed),
         "nodes": [node_values(node) for node in nodes]}
 

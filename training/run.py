@@ -169,7 +169,7 @@ class Run:
                   f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
             best = max(trees, key=lambda r: (r.reward, len(r.root.children)))
-            asked = printable(best.task.query)
+            asked = printable(best.question.query)
             print(f"{asked}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
@@ -200,7 +200,7 @@ class Run:
         """The scores of one tree per question, kept as results[name]. Returns their
         mean."""
         records = [scores.record_of(tree) for tree in trees]
-        row = scores.summary(records, trees[0].task.kind, None,
+        row = scores.summary(records, trees[0].question.task, None,
                              scores.trained_as(self.setup.rlm_config))
         self.state.results[name] = row | {"by_question": scores.by_question(records)}
         self.log({"phase": "eval", "name": name, "step": self.state.step,
@@ -331,8 +331,8 @@ def thinned(tree: Tree) -> Tree:
             turns.append(replace(turn, ids=ids, logprobs=logprobs))
         return replace(node, turns=turns, children=[thin(c) for c in node.children])
 
-    task = replace(tree.task, context=None)
-    return replace(tree, task=task, root=thin(tree.root))
+    question = replace(tree.question, context=None)
+    return replace(tree, question=question, root=thin(tree.root))
 
 
 def resuming(config: Config, world: World) -> str:

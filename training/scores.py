@@ -29,7 +29,7 @@ def trained_as(config: RLMConfig) -> str:
 def record_of(tree: Tree) -> dict:
     """What the statistics read of an answer. A context's length is its characters / 4."""
     nodes = list(tree.root.walk())
-    return {"id": tree.task.id, "context": len(as_text(tree.task.context)) // 4,
+    return {"id": tree.question.id, "context": len(as_text(tree.question.context)) // 4,
             "score": tree.reward, "own": tree.root.score,  # None without --reward
             "failed": tree.failed, "end": tree.root.end,
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}

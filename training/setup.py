@@ -85,11 +85,11 @@ def prepare(config: Config, world: World, objective: Callable,
     reward = util.load_function(config.reward, "score(task, answer, root)")
     # On other ranks the file is not even loaded.
     tracker = util.load_function("" if world.rank else config.tracker, "log(row)")
-    kind = tasks.load(config.task, config.data)
-    util.function_of(kind, "score")
-    if config.objective == "own" and not hasattr(kind, "part_score"):
-        raise ValueError(f"--objective own: {kind.__file__} has no function part_score")
-    questions = Questions(kind, config.data, config.seed, config.heldout,
+    task = tasks.load(config.task, config.data)
+    util.function_of(task, "score")
+    if config.objective == "own" and not hasattr(task, "part_score"):
+        raise ValueError(f"--objective own: {task.__file__} has no function part_score")
+    questions = Questions(task, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
     state = State() if config.plan else found(config, world)
     saved = []
@@ -136,9 +136,9 @@ def announce(setup: Setup, wanted: Plan) -> None:
         print(f"what is interrupted continues with: {resuming(config, setup.world)}")
 
 
-def tiny_rlm(kind: ModuleType) -> RLMConfig:
-    """TINY_RLM, with the changes that a kind of task makes: its TINY."""
-    return changed(TINY_RLM, getattr(kind, "TINY", {}), "TINY")
+def tiny_rlm(task: ModuleType) -> RLMConfig:
+    """TINY_RLM, with the changes that a task makes: its TINY."""
+    return changed(TINY_RLM, getattr(task, "TINY", {}), "TINY")
 
 
 def make_tiny(config: Config, questions: Questions, world: World) -> None:
@@ -146,8 +146,8 @@ def make_tiny(config: Config, questions: Questions, world: World) -> None:
     conversations of scripted trees, and a small Qwen3 with random weights."""
     draws = [random.Random(f"tokenizer {i}") for i in range(TOKENIZER_TREES)]
     asked = (questions.playable[:TOKENIZER_TREES]
-             or [tasks.make(questions.kind, rng) for rng in draws])
-    rlm_config, path = tiny_rlm(questions.kind), os.path.join(config.out, "init")
+             or [tasks.make(questions.task, rng) for rng in draws])
+    rlm_config, path = tiny_rlm(questions.task), os.path.join(config.out, "init")
     trees = scripted_trees(asked, None, rlm_config, "tokenizer", world)
     if world.rank:
         return
@@ -212,7 +212,7 @@ def reference_of(setup: Setup, state: State) -> Decoder | None:
         frozen(setup.config, state), setup.plan.dtype, DEVICE, prepared)
 
 
-def scripted_trees(asked: list[tasks.Task], tokenizer: Tokenizer | None,
+def scripted_trees(asked: list[tasks.Question], tokenizer: Tokenizer | None,
                    rlm_config: RLMConfig, seed: int | str,
                    world: World) -> list[Tree]:
     """One tree per question. A script takes the place of the policy, all else is as in

@@ -13,13 +13,13 @@ from config import RLMConfig
 from engine.parallel import World
 from repl import REPLError, trees_at_once
 from rlm import grow
-from tasks import Task
+from tasks import Question
 from tree import Lost, Node, Refused, Tree, Unscored
 
 EVERY_SECONDS = 30.0  # between lines of progress, where nobody sees a bar
 
 
-async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
+async def collect(questions: list[Question], policy, tokenizer, config: RLMConfig,
                   key: tuple = (), group: int = 1, world: World | None = None,
                   at_once: int = 256, label: str = "",
                   reward: Callable | None = None) -> list[Tree]:
@@ -29,7 +29,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     todo = [(question, (*key, i * group + n))
             for i, question in enumerate(questions) for n in range(group)]
 
-    async def one(question: Task, key: tuple) -> tuple[Node, float, str]:
+    async def one(question: Question, key: tuple) -> tuple[Node, float, str]:
         return await attempt(
             partial(grow, question, policy, tokenizer, config, key), question, reward)
 
@@ -44,7 +44,7 @@ async def collect(questions: list[Task], policy, tokenizer, config: RLMConfig,
     return trees
 
 
-async def attempt(grown: Callable, question: Task,
+async def attempt(grown: Callable, question: Question,
                   reward: Callable | None = None) -> tuple[Node, float, str]:
     """One tree, as `await grown()` makes it: its root, its reward, and why it failed ("" if
     it did not).
@@ -70,15 +70,16 @@ async def attempt(grown: Callable, question: Task,
         return root, 0.0, repr(error)
 
 
-async def reward_of(root: Node, task: Task, reward: Callable | None = None) -> float:
-    """The task's score of the answer, or `reward(task, answer, root)` in its place, plain
+async def reward_of(root: Node, question: Question,
+                    reward: Callable | None = None) -> float:
+    """The task's score of the answer, or `reward(question, answer, root)` in its place, plain
     or async. Then the task's own score is kept as root.score. Raises ValueError if a score
     is no finite number."""
-    own = await tasks.scored(tasks.of(task).score, task, root.answer)
+    own = await tasks.scored(tasks.task_of(question).score, question, root.answer)
     if reward is None:
         return own
     root.score = own
-    return await tasks.scored(reward, task, root.answer, root)
+    return await tasks.scored(reward, question, root.answer, root)
 
 
 async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:
