@@ -80,7 +80,7 @@ def aloud(policy: Callable) -> Callable:
     run side by side."""
     async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
         size = len(node.ids) or sum(about(turn.text) for turn in node.conversation)
-        read = cut(printable(node.turns[-1].text), SHOWN)
+        read = cut(printable(node.messages[-1].text), SHOWN)
         print(f"--- {node.name} reads {size:,} tokens, which end with\n{read}",
               file=sys.stderr)
         done = await policy(node, max_tokens, key)

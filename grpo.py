@@ -67,9 +67,9 @@ def credits_of(objective: Callable, trees: list[Tree],
     credits = objective(trees, config)
     expect(isinstance(credits, dict), objective, credits, "{node: Credit}")
     for node, given in credits.items():
-        turns = sum(turn.is_sampled for turn in node.turns)
-        right = isinstance(given, Credit) and len(given.advantages) == turns
-        expect(right, objective, given, f"a Credit with {turns} advantages")
+        messages = sum(message.is_sampled for message in node.messages)
+        right = isinstance(given, Credit) and len(given.advantages) == messages
+        expect(right, objective, given, f"a Credit with {messages} advantages")
     return credits
 
 
@@ -102,8 +102,8 @@ def inherit(trees: list[Tree], per_tree: list[float],
         for node, weight in node_weights(tree.root, config).items():
             trained = {"inherit": True, "root": not node.depth, "children": node.depth}
             if trained[config.credit]:
-                turns = sum(turn.is_sampled for turn in node.turns)
-                result[node] = Credit([advantage] * turns, weight)
+                messages = sum(message.is_sampled for message in node.messages)
+                result[node] = Credit([advantage] * messages, weight)
     return result
 
 
@@ -149,11 +149,12 @@ def make_rows(trees: list[Tree], credits: dict[Node, Credit],
     rows = []
     for node in nodes:
         given = credits[node]
-        turns = [turn for turn in node.turns if turn.is_sampled]
+        messages = [message for message in node.messages if message.is_sampled]
         if node.sampled and (any(given.advantages) or config.kl):
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]
-            per_token = [a for a, turn in zip(given.advantages, turns) for _ in turn.ids]
+            per_token = [a for a, message in zip(given.advantages, messages)
+                         for _ in message.ids]
             rows.append(Row(node.ids, node.mask, node.logprobs, per_token,
                             given.weight / divisor, node.depth))
     return rows

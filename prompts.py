@@ -87,7 +87,7 @@ FINAL(dict(zip(names, answers)))""",
     part=LETTERS["Rome 2"], answer="weather")
 
 
-def turns_of(example: Example, delegates: bool) -> list[str]:
+def messages_of(example: Example, delegates: bool) -> list[str]:
     """The conversation of an example's root, which delegates, or that of its child, which
     reads: texts of user and assistant in turn."""
     if delegates:
@@ -120,7 +120,7 @@ def opening(node: Node, query: str, context: Any, task: ModuleType,
     system = getattr(task, "PROMPT", FULL).format(
         output=config.limits.output_chars, turns=config.max_turns,
         tokens=config.turn_tokens, calls=calls, tools=help_of(tools), strategy=strategy)
-    return system, turns_of(getattr(task, "EXAMPLE", EXAMPLE), asks), user
+    return system, messages_of(getattr(task, "EXAMPLE", EXAMPLE), asks), user
 
 
 def observation(seen: str, node: Node, query: str, config) -> str:

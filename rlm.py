@@ -14,7 +14,7 @@ policy, and the result is a tree of nodes.
   counts only the time of the tree's code, so a busy machine changes no score.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
-(None) turns carry text only. Many trees: training/trees.py. A trained model to ask: ask.py.
+(None) messages carry text only. Many trees: training/trees.py. A trained model to ask: ask.py.
 
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
@@ -33,7 +33,7 @@ from repl import REPL, cut
 from tasks import Question
 from tasks.in_repl import source
 from tasks.text import about
-from tree import ENDS, Completion, Node, Refused, Sampling, Turn
+from tree import ENDS, Completion, Node, Refused, Sampling, Message
 from util import expect
 
 
@@ -76,7 +76,7 @@ class Growth:
             self.root.end = "window"
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening turns and count it. Returns what is wrong: that there is
+        """Give a node its opening messages and count it. Returns what is wrong: that there is
         no node left, or no room for an answer; else ""."""
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
@@ -90,9 +90,9 @@ class Growth:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
         # The ids of the whole opening, system turn included, are kept with the user's turn.
-        node.add(Turn("system", system))
+        node.add(Message("system", system))
         node.example = example
-        node.add(Turn("user", user, tuple(ids)))
+        node.add(Message("user", user, tuple(ids)))
         return ""
 
     async def converse(self, node: Node, query: str, context: Any) -> None:
@@ -100,7 +100,7 @@ class Growth:
         if node.kind == "llm":
             await self.sample(node)
             if not node.end:
-                node.answer, node.end = spoken(node.turns[-1].text), "text"
+                node.answer, node.end = spoken(node.messages[-1].text), "text"
             return
 
         tools = source(tuple(getattr(self.task, "TOOLS", ())))
@@ -158,13 +158,13 @@ class Growth:
         text = completion.text
         if node.kind == "rlm" and not completion.ids:  # a server samples on
             text, _ = parse(text)
-        node.add(Turn("assistant", text, completion.ids, completion.logprobs))
+        node.add(Message("assistant", text, completion.ids, completion.logprobs))
 
     async def act(self, node: Node, repl: REPL, context: Any) -> tuple[str, str]:
         """Execute the block of the last message. Returns what the model sees next: what was
         printed, and an error. Or sets the node's end."""
         turn = node.written - 1
-        _, code = parse(node.turns[-1].text)
+        _, code = parse(node.messages[-1].text)
         if code is None:
             node.errors.append(turn)
             return "", NO_BLOCK[self.config.style]
@@ -195,14 +195,14 @@ class Growth:
             text = observation("\n".join(filter(None, parts)), node, query, self.config)
             ids = ()
             if self.tokenizer:
-                closed = node.turns[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
+                closed = node.messages[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
                 ids = self.tokenizer.observe(text, closed)
             size = len(ids) or about(text)
             if size < most or not shown + told:
                 break
             shown, told = (shown // 2, told) if shown else (0, told // 2)
         if size < room:
-            node.add(Turn("user", text, tuple(ids)))
+            node.add(Message("user", text, tuple(ids)))
         else:
             node.end = "window"
 

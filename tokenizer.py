@@ -169,23 +169,23 @@ class Tokenizer:
         ids = self.encode(text)
         return ids if text.endswith("\n```") else [*ids, self.end_of_turn]
 
-    def encode_turns(self, turns: list, example: Sequence[str] = ()) -> list:
-        """The turns (tree.Turn) of a conversation that was saved as text, with this
+    def encode_messages(self, messages: list, example: Sequence[str] = ()) -> list:
+        """The turns (tree.Message) of a conversation that was saved as text, with this
         tokenizer's ids. Those of the assistant count as sampled."""
         encoded, system, opened, closed = [], "", False, True
-        for turn in turns:
+        for message in messages:
             ids, logprobs = [], None
-            if turn.role == "assistant":
-                ids = self.message(turn.text)
+            if message.role == "assistant":
+                ids = self.message(message.text)
                 closed = ids[-1] == self.end_of_turn
                 logprobs = (0.0,) * len(ids)
-            elif turn.role == "system":
-                system = turn.text  # its ids are kept with the user's turn
+            elif message.role == "system":
+                system = message.text  # its ids are kept with the user's turn
             elif opened:
-                ids = self.observe(turn.text, closed)
+                ids = self.observe(message.text, closed)
             else:
-                ids, opened = self.open(system, turn.text, example), True
-            encoded.append(replace(turn, ids=tuple(ids), logprobs=logprobs))
+                ids, opened = self.open(system, message.text, example), True
+            encoded.append(replace(message, ids=tuple(ids), logprobs=logprobs))
         return encoded
 
     def _message(self, role: str, text: str) -> list[int]:

@@ -182,12 +182,12 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     scripts. Raises ValueError if none fits into the window."""
     config, plan, trees = setup.config, setup.plan, setup.saved
     system, *_ = opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
-    others = sum(tree.root.turns[0].text != system for tree in trees)
+    others = sum(tree.root.messages[0].text != system for tree in trees)
     if others:
         print(f"{others} of {len(trees)} saved trees have a system prompt that this "
               "run will not use")
     for node in [node for tree in trees for node in tree.root.walk()]:
-        node.turns = setup.tokenizer.encode_turns(node.turns, node.example)
+        node.messages = setup.tokenizer.encode_messages(node.messages, node.example)
     if not trees:
         rows = config.warmup_steps * settings.defaults(plan.config.hidden_size).warmup_rows
         count = min(rows, settings.SCRIPTED)

@@ -9,8 +9,8 @@ such call is a child, which can have children of its own:
        └─ Node (1,)      its second child
           └─ Node (1, 0)
 
-A node is one conversation, a list of turns. The policy writes the assistant's turns. The
-user's turns are the question, then what the REPL printed. A conversation only grows at its
+A node is one conversation, a list of messages. The policy writes the assistant's. The
+user's are the question, then what the REPL printed. A conversation only grows at its
 end, so it is exactly one training sequence. `ids` are its tokens, `mask` says which of them
 the policy sampled, and `logprobs` how likely each of those was.
 
@@ -59,28 +59,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a policy returns when asked for one turn. An API gives text without ids."""
+    """What a policy returns when asked for one message. An API gives text without ids."""
     text: str
-    ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the turn
+    ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the message
     logprobs: tuple[float, ...] = ()  # one per id, at temperature 1
     stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
 
 
 @dataclass(frozen=True)
-class Turn:
+class Message:
     """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
     # The assistant's are exactly what was sampled. Those of others include the chat markup.
-    # A system turn has none: the opening is encoded as one, and kept with the user's turn.
+    # The system's has none: the opening is encoded as one, and kept with the user's.
     ids: tuple[int, ...] = ()
-    # Those of `ids`. None for a turn that nobody sampled; () where a server gave none.
+    # Those of `ids`. None for a message that nobody sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the policy sampled this turn."""
+        """Whether the policy sampled this message."""
         return self.logprobs is not None
 
 
@@ -105,9 +105,9 @@ class Node:
     """One conversation of the tree, and the conversations that its code started."""
     path: tuple[int, ...] = ()  # () is the root, (2, 0) the first child of its third child
     kind: str = "rlm"  # rlm: a conversation with a REPL; llm: one plain completion
-    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     # A conversation that was shown before the question: texts of user and assistant in
-    # turn. Nobody sampled it. Its ids are kept with the first user turn.
+    # turn. Nobody sampled it. Its ids are kept with the first of the user.
     example: list[str] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
     asked_in: int = 0  # which of the messages that its parent wrote asked it, from 0
@@ -120,12 +120,12 @@ class Node:
     # A child's own score, if the task has one; only some objectives read it. A root has the
     # task's score here where --reward replaces it.
     score: float | None = None
-    counted: int = 0  # sampled tokens of turns without ids, where a server counted them
+    counted: int = 0  # sampled tokens of messages without ids, where a server counted them
     seconds: float = 0.0  # of its code, as Result.seconds
 
-    def add(self, turn: Turn) -> None:
-        """Append a turn. A tree never edits an earlier one."""
-        self.turns.append(turn)
+    def add(self, message: Message) -> None:
+        """Append a message. No tree edits an earlier one."""
+        self.messages.append(message)
 
     @property
     def depth(self) -> int:
@@ -138,33 +138,33 @@ class Node:
 
     @property
     def ids(self) -> list[int]:
-        return [token for turn in self.turns for token in turn.ids]
+        return [token for message in self.messages for token in message.ids]
 
     @property
     def mask(self) -> list[int]:
         """1 for each token that the policy sampled, otherwise 0; as long as `ids`."""
-        return [int(turn.is_sampled) for turn in self.turns for _ in turn.ids]
+        return [int(message.is_sampled) for message in self.messages for _ in message.ids]
 
     @property
     def logprobs(self) -> list[float]:
         """The sampler's log-probabilities, 0.0 where `mask` is 0; as long as `ids`."""
-        return [p for turn in self.turns for p in turn.logprobs or [0.0] * len(turn.ids)]
+        return [p for message in self.messages for p in message.logprobs or [0.0] * len(message.ids)]
 
     @property
     def written(self) -> int:
         """The number of turns that the policy wrote: what max_turns limits."""
-        return sum(turn.role == "assistant" for turn in self.turns)
+        return sum(message.role == "assistant" for message in self.messages)
 
     @property
     def sampled(self) -> int:
         """The number of tokens that the policy sampled in this node."""
-        return sum(len(turn.ids) for turn in self.turns if turn.is_sampled)
+        return sum(len(message.ids) for message in self.messages if message.is_sampled)
 
     @property
-    def conversation(self) -> list[Turn]:
-        """All turns; those of the example conversation are behind the system's."""
-        shown = map(Turn, ("user", "assistant") * len(self.example), self.example)
-        return [*self.turns[:1], *shown, *self.turns[1:]]
+    def conversation(self) -> list[Message]:
+        """All messages; those of the example conversation are behind the system's."""
+        shown = map(Message, ("user", "assistant") * len(self.example), self.example)
+        return [*self.messages[:1], *shown, *self.messages[1:]]
 
     def walk(self) -> Iterator["Node"]:
         """This node and all below it, parents before their children."""
@@ -207,17 +207,17 @@ def read_trees(path: str, question_type=dict) -> list[Tree]:
 
 
 def _node(row: dict) -> Node:
-    turns = []
-    for turn in row["turns"]:
-        logprobs = None if turn["logprobs"] is None else tuple(turn["logprobs"])
-        turns.append(Turn(turn["role"], turn["text"], tuple(turn["ids"]), logprobs))
+    messages = []
+    for message in row["messages"]:
+        logprobs = None if message["logprobs"] is None else tuple(message["logprobs"])
+        messages.append(Message(message["role"], message["text"], tuple(message["ids"]), logprobs))
     children = [_node(child) for child in row["children"]]
-    return Node(**row | {"path": tuple(row["path"]), "turns": turns, "children": children})
+    return Node(**row | {"path": tuple(row["path"]), "messages": messages, "children": children})
 
 
 def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
     """The tree as text for a terminal, each node indented by its depth. Lines longer than
-    `width` and turns longer than `max_lines` are cut; system prompts are left out."""
+    `width` and messages longer than `max_lines` are cut; system prompts are left out."""
     lines = []
     for node in root.walk():
         bar = "│  " * node.depth
@@ -225,13 +225,13 @@ def render(root: Node, width: int = 96, max_lines: int = 12) -> str:
         tokens = f"{node.sampled + node.counted} sampled tokens"
         lines.append(f"{bar}┌ {node.name}  ({turns}, {tokens})")
 
-        for turn in node.turns:
-            if turn.role == "system":
+        for message in node.messages:
+            if message.role == "system":
                 continue
-            body = printable(turn.text).splitlines() or [""]
+            body = printable(message.text).splitlines() or [""]
             if len(body) > max_lines:
                 body = body[:max_lines] + [f"… {len(body) - max_lines} more lines"]
-            mark = "»" if turn.role == "assistant" else "·"
+            mark = "»" if message.role == "assistant" else "·"
             for line in body:
                 lines.append(f"{bar}│ {mark} {_cut(line, width)}")
                 mark = " "

@@ -18,7 +18,7 @@ import prompts
 from config import RLMConfig
 from tasks import Question, requests
 from tasks.text import about, as_text
-from tree import Node, Turn
+from tree import Node, Message
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
           "answers: one a line, word for word as in the text.")
@@ -139,9 +139,9 @@ class Reader:
         """A node of one completion."""
         node = Node(path, kind="llm", end="text")
         ids = self.tokenizer.open(system, user) if self.tokenizer else ()
-        node.add(Turn("system", system))
-        node.add(Turn("user", user, tuple(ids)))
+        node.add(Message("system", system))
+        node.add(Message("user", user, tuple(ids)))
         done = await self.policy(node, self.config.turn_tokens, (*self.key, path, 0))
-        node.add(Turn("assistant", done.text, done.ids, done.logprobs))
+        node.add(Message("assistant", done.text, done.ids, done.logprobs))
         node.answer = prompts.spoken(done.text)
         return node

@@ -55,8 +55,8 @@ def tree_at(x: float, y: float, tree: Tree, advantage: float) -> list[str]:
 
 def spoken(node: Node) -> list[str]:
     """What a node read and wrote, a line each. Fences are left out."""
-    return [f"{'»' if turn.role == 'assistant' else '·'} {line}" for turn in node.turns[1:]
-            for line in turn.text.split("\n") if "```" not in line]
+    return [f"{'»' if message.role == 'assistant' else '·'} {line}" for message in node.messages[1:]
+            for line in message.text.split("\n") if "```" not in line]
 
 
 def group(trees: list[Tree]) -> str:

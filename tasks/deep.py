@@ -68,7 +68,7 @@ def demonstrate(question, node, rng):
 
 def translate(node) -> str:
     """The meaning of the known word in the paragraph that a plain completion was given."""
-    known = [word for word in node.turns[1].text.split() if word in DICTIONARY]
+    known = [word for word in node.messages[1].text.split() if word in DICTIONARY]
     return DICTIONARY[known[0]] if known else "none"
 
 

@@ -125,5 +125,5 @@ def demonstrate(question, node, rng):
     if not node.written:
         return block("print(context)")
     known = {repr(text): label for text, label in labels_of(question).items()}
-    shown = re.findall(r"'(\d+)': (.+?)(?:}$|, (?='\d+': ))", node.turns[-1].text, re.M)
+    shown = re.findall(r"'(\d+)': (.+?)(?:}$|, (?='\d+': ))", node.messages[-1].text, re.M)
     return block(f"FINAL({ {key: known[text] for key, text in shown if text in known} })")

@@ -154,7 +154,7 @@ def demonstrate(question, node, rng):
     if not node.written or name not in ("read", "sentence"):
         return block(code)
     # What was printed. Behind it is the question, which may hold the gold, too.
-    text = node.turns[-1].text.rpartition(question.query[:100])[0].rpartition("\n")[0]
+    text = node.messages[-1].text.rpartition(question.query[:100])[0].rpartition("\n")[0]
     found = [gold for gold in question.answer if says(text, [gold])]
     if found and name == "sentence":
         found = search(text, found[0], 0) or found

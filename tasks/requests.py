@@ -128,7 +128,7 @@ def demonstrate(question, node, rng):
 
 def strategy_code(node, name: str, guess: str = "") -> str:
     if name == "read" and node.written:
-        lines = node.turns[-1].text.split("\n")
+        lines = node.messages[-1].text.split("\n")
         subjects = [SUBJECT[line] for line in lines if line in SUBJECT]
         if node.depth:
             return block(f'FINAL("{subjects[0]}")')

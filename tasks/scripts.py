@@ -19,7 +19,7 @@ def scripted(script: Callable, tokenizer):
         if sampled > max_tokens:
             stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
             text = tokenizer.decode(ids) if tokenizer else text[:4 * max_tokens]
-        size = sum(len(turn.ids) or len(turn.text) // 4 for turn in node.turns)
+        size = sum(len(m.ids) or len(m.text) // 4 for m in node.messages)
         usage = {"prompt": size, "sampled": sampled}
         return Completion(text, ids, (0.0,) * len(ids), stop, usage)
     return policy

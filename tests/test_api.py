@@ -16,7 +16,7 @@ from training.trees import collect
 from stub_server import KEY, Stub
 from tasks import Task
 from tasks.in_repl import block
-from tree import Lost, Node, Refused, Sampling, Turn
+from tree import Lost, Node, Refused, Sampling, Message
 
 TASK = Task("t", "question", "What is it?", "the context")
 
@@ -28,8 +28,8 @@ def key(monkeypatch):
 
 def node(text="hello"):
     n = Node(example=["u", "a"])
-    n.add(Turn("system", "be brief"))
-    n.add(Turn("user", text))
+    n.add(Message("system", "be brief"))
+    n.add(Message("user", text))
     return n
 
 

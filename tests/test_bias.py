@@ -7,7 +7,7 @@ from torch.nn.functional import cosine_similarity
 
 from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 # A policy with eleven possible trees. The root answers at once (token 0), asks one child
 # (1), or asks two and says one more token (2, then 3 or 4). A child says 5 or 6.
@@ -17,8 +17,8 @@ UNBIASED = {"children": "sum", "length": "constant", "std": "off"}
 
 def node(path, ids, *children):
     made = Node(path, children=list(children))
-    made.add(Turn("user", "", (0,)))
-    made.add(Turn("assistant", "", tuple(ids), (0.0,) * len(ids)))
+    made.add(Message("user", "", (0,)))
+    made.add(Message("assistant", "", tuple(ids), (0.0,) * len(ids)))
     return made
 
 

@@ -16,19 +16,19 @@ from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row,
                   credit, credits_of, make_rows, minibatches, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 
 def node(path, sampled, *children):
     """A node with a prompt of two tokens and, if it spoke, `sampled` tokens in 2 turns."""
     made = Node(path, children=list(children))
-    made.add(Turn("user", "", (0, 1)))
+    made.add(Message("user", "", (0, 1)))
     if sampled:
         half = sampled // 2
-        made.add(Turn("assistant", "", tuple(range(half)), (-0.5,) * half))
-        made.add(Turn("user", "", (7,)))
+        made.add(Message("assistant", "", tuple(range(half)), (-0.5,) * half))
+        made.add(Message("user", "", (7,)))
         rest = sampled - half
-        made.add(Turn("assistant", "", tuple(range(rest)), (-0.25,) * rest))
+        made.add(Message("assistant", "", tuple(range(rest)), (-0.25,) * rest))
     return made
 
 

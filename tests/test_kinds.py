@@ -237,7 +237,7 @@ def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
     policy = script_policy([task] * 30, None, 0, alone=False)
     trees = asyncio.run(collect([task], policy, None, RLMConfig(), group=30))
     assert not any("SyntaxError" in turn.text for tree in trees
-                   for node in tree.root.walk() for turn in node.turns)
+                   for node in tree.root.walk() for turn in node.messages)
 
 
 HEAD = "These are of 4 labels: numeric value, human being, location, entity. The lines:"
@@ -294,7 +294,7 @@ def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     config = setup.tiny_rlm(tasks.load("deep"))
     trees = setup.scripted_trees(made("deep", 32), None, config, "tokenizer", World())
     texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
-             for turn in node.turns]
+             for turn in node.messages]
     tokenizer = Tokenizer.train(texts, setup.TINY_VOCABULARY)
     questions = made("deep", 2)
 

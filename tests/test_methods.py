@@ -47,13 +47,13 @@ def test_a_baseline_fills_the_window_and_never_exceeds_it(name, with_ids, size, 
                   tiny if with_ids else None, window=400, turn_tokens=60)
     context = flat(task.context)
     for node in root.walk():
-        prompt = node.turns[:2]
+        prompt = node.messages[:2]
         used = sum(len(t.text) for t in prompt) // 4
         if with_ids:
             used = sum(len(t.ids) for t in prompt)
         assert used <= 340
     if name == "direct":  # the prompt says how much is missing, and only little is wasted
-        said = root.turns[1].text
+        said = root.messages[1].text
         note = re.search(r"first ([\d,]+) of ([\d,]+) characters", said)
         n, total = (int(v.replace(",", "")) for v in note.groups())
         assert total == len(context) and context[:n] in said
@@ -71,7 +71,7 @@ def test_retrieval_shows_the_best_passages_in_the_order_of_the_text(tiny):
     lines[700], lines[100] = "The zyx number is 4.", "A zyx is a zyx."
     task = Task("t", "qa", "What is the zyx number?", "\n".join(lines))
     root = answer("retrieval", task, lambda node: "4", tiny, window=600, turn_tokens=60)
-    said = root.turns[1].text
+    said = root.messages[1].text
     assert 0 < said.find(lines[100]) < said.find(lines[700])
 
 
@@ -88,4 +88,4 @@ def test_the_answer_to_requests_is_read_from_json_and_from_lines():
                                                    in task.answer.items())):
         root = answer("direct", task, lambda node: f"The notes: {text}")
         assert tasks.reward(task, root.answer) == 1.0
-        assert "money, travel, cars, food" in root.turns[1].text
+        assert "money, travel, cars, food" in root.messages[1].text

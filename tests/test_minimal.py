@@ -12,7 +12,7 @@ import minimal
 from conftest import command
 from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_rows, policy_loss
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def as_trees(model, roots, rewards):
         for written, tokens in groupby(node.mask):
             end = start + len([*tokens])
             told = tuple(logprobs[start - 1:end - 1]) if written else None
-            made.add(Turn("assistant" if written else "user", "",
+            made.add(Message("assistant" if written else "user", "",
                           tuple(ids[0, start:end].tolist()), told))
             start = end
         return made

@@ -30,7 +30,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, setup, steady
 from training import trees as many
 from training.run import Run
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
@@ -64,8 +64,8 @@ def trees(step):
         for _ in range(2):
             prompt, answer = (tuple(rng.randrange(256) for _ in range(rng.randint(10, 150)))
                               for _ in range(2))
-            made.add(Turn("user", "", prompt))
-            made.add(Turn("assistant", "", answer, (-5.5,) * len(answer)))
+            made.add(Message("user", "", prompt))
+            made.add(Message("assistant", "", answer, (-5.5,) * len(answer)))
         return made
 
     return [Tree(None, group, node((), *(node((i,)) for i in range(n))), reward)
@@ -239,8 +239,8 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     async def attempt(grown, *_):
         shares[here.rank] += 1
         key = grown.args[-1]
-        turn = Turn("assistant", "", (key[-1],), (0.0,))
-        return Node(turns=[turn]), 0.0, "lost" * (here.rank in lost)
+        turn = Message("assistant", "", (key[-1],), (0.0,))
+        return Node(messages=[turn]), 0.0, "lost" * (here.rank in lost)
 
     def sampled(world):
         run = Mock(world=world, rlm_config=RLMConfig())

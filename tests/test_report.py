@@ -12,7 +12,7 @@ import pytest
 from conftest import data_of
 from tasks import Task
 from training import report
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 EVIL = ("</script><script>document.title='PWNED'</script>",
         "<img src=x onerror=\"document.title='PWNED'\">", "<!--<script>",
@@ -25,10 +25,10 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 def tree(text, children=0, reward=0.5, group="t", failed=""):
     root = Node(answer={"a": [text]}, end="final")
     for role in ("system", "user", "assistant", "user", "assistant"):
-        root.add(Turn(role, text))
+        root.add(Message(role, text))
     for i in range(children):
         child = Node((i,), kind=text, answer=text, end=text, errors=[0], asked_in=i % 2)
-        child.add(Turn("user", f"child {i} {text}"))
+        child.add(Message("user", f"child {i} {text}"))
         root.children.append(child)
     return Tree(Task("t", "evidence", text, None, [text]), group, root, reward, failed)
 
@@ -51,17 +51,17 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
 
 def test_sampled_tokens_carry_their_log_probability():
     root = Node(end="final")
-    root.add(Turn("user", "ab", (97, 98)))
-    root.add(Turn("assistant", "cd", (99, 100), (-0.5, -7.0)))
-    root.add(Turn("user", "e", (101,)))
-    root.add(Turn("assistant", "f", (102,), (-0.25,)))
+    root.add(Message("user", "ab", (97, 98)))
+    root.add(Message("assistant", "cd", (99, 100), (-0.5, -7.0)))
+    root.add(Message("user", "e", (101,)))
+    root.add(Message("assistant", "f", (102,), (-0.25,)))
     tree = Tree(Task("t", "evidence", "q", None), "t", root, 1.0)
     packed = report.of_trees([("x #0", tree)], LETTERS)
     data = data_of(report.page("", {}, "", {"": packed}))
-    turns = data["trees"][0]["nodes"][0]["turns"]
-    assert ["tokens" in turn for turn in turns] == [False, True, False, True]
-    assert turns[1]["tokens"] == [["c", -0.5], ["d", -7.0]]
-    assert turns[3]["tokens"] == [["f", -0.25]]
+    messages = data["trees"][0]["nodes"][0]["turns"]
+    assert ["tokens" in message for message in messages] == [False, True, False, True]
+    assert messages[1]["tokens"] == [["c", -0.5], ["d", -7.0]]
+    assert messages[3]["tokens"] == [["f", -0.25]]
 
 
 # --- in a browser -------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
              ("evil", tree(HOSTILE, children=1, reward=0.0, group="u")),
              ("gone", tree("g", reward=0.0, group="u", failed=f"OSError({HOSTILE})"))]
     tokens = Node(end="final")
-    tokens.add(Turn("assistant", "abc", (97, 98, 99), (0.0, -2.0, -3.0)))
+    tokens.add(Message("assistant", "abc", (97, 98, 99), (0.0, -2.0, -3.0)))
     early = Tree(Task("t", "requests", "q", None), "t", tokens, 1.0)
     metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]

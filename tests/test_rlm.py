@@ -22,7 +22,7 @@ from tasks import Task, evidence as evidence_kind
 from tasks.in_repl import block
 from tokenizer import ENDOFTEXT, Tokenizer
 from training.trees import collect
-from tree import Completion, Node, Refused, Turn, Unscored, render
+from tree import Completion, Node, Refused, Message, Unscored, render
 
 
 def task(query="the question", context="the context"):
@@ -75,7 +75,7 @@ def tiny():
 
 def seen(node):
     """What the model was shown after its messages."""
-    return [t.text for t in node.turns if t.role == "user"][1:]
+    return [t.text for t in node.messages if t.role == "user"][1:]
 
 
 # --- the recursion ------------------------------------------------------------------------
@@ -97,13 +97,13 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
     assert root.answer == {"parts": grand, "kind": "list"}
     assert [child.answer for child in root.children] == grand
     assert [child.asked_in for child in root.children[1].children] == [0, 1]
-    assert root.turns[1].text.startswith("the question\n")
-    assert root.children[0].turns[1].text.startswith("split\n")
+    assert root.messages[1].text.startswith("the question\n")
+    assert root.children[0].messages[1].text.startswith("split\n")
 
 
 @pytest.mark.parametrize("max_depth", [1, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
-    root = grown({"*": lambda node: f"read {node.turns[1].text}" if node.kind == "llm"
+    root = grown({"*": lambda node: f"read {node.messages[1].text}" if node.kind == "llm"
                 else block("FINAL(rlm_query('what?', [context, 'ß']))")},
                max_depth=max_depth)
     *above, leaf = root.walk()
@@ -146,9 +146,9 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
             runs.append((root.mask[at], tuple(root.ids[at:i])))
             at = i
     assert [ids for bit, ids in runs if bit] == [c.ids for c in completions]
-    users = [t.text for t in root.turns if t.role == "user"]
+    users = [t.text for t in root.messages if t.role == "user"]
     assert [list(ids) for bit, ids in runs if not bit] == [
-        tiny.open(root.turns[0].text, users[0], root.example),
+        tiny.open(root.messages[0].text, users[0], root.example),
         tiny.observe(users[1], closed=True), tiny.observe(users[2], closed=False),
         tiny.observe(users[3], closed=False)]
     assert [p for p, bit in zip(root.logprobs, root.mask) if bit] == [
@@ -180,7 +180,7 @@ def test_a_message_ends_with_its_first_complete_block(text, code):
 def test_what_a_server_writes_behind_a_block_is_cut():
     root = grown({(): [block("x = 1") + "\nIt prints 7.\n" + block("FINAL(7)"),
                       block("FINAL(x)")]})
-    assert root.answer == 1 and root.turns[2].text == block("x = 1")
+    assert root.answer == 1 and root.messages[2].text == block("x = 1")
 
 
 @pytest.mark.parametrize("kind", ["rlm", "llm"])
@@ -199,7 +199,7 @@ def test_sampling_ends_where_the_first_block_is_complete(tiny, kind):
             return Completion("", tuple(new), (0.0,) * len(new))
 
     node = Node(kind=kind)
-    node.add(Turn("user", "q", tuple(tiny.open("", block("in the prompt")))))
+    node.add(Message("user", "q", tuple(tiny.open("", block("in the prompt")))))
     done = asyncio.run(rlm.local_policy(Sampler(), tiny)(node, 99, ()))
     first = "Code:\n```repl\nx = '`'\n```"
     assert done.text == (first if kind == "rlm" else text)
@@ -307,7 +307,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
     assert root.end == "final" and [n.path for n in root.children] == [(0,), (1,)]
 
     root = grown({}, task("why " * 3000), tokenizer=tiny, window=2000)
-    assert (root.end, root.answer, root.turns) == ("window", None, [])
+    assert (root.end, root.answer, root.messages) == ("window", None, [])
 
 
 @pytest.mark.parametrize("with_tokens", [True, False])
@@ -324,14 +324,14 @@ def test_an_observation_that_does_not_fit_is_cut_so_that_a_message_fits(tiny, wi
         assert root.answer == 1 and len(kept) + int(missing) == 7500 and root.errors == [0]
         assert kept == ("word " * 1500)[:len(kept)] and len(kept) >= most > 0
         most = len(kept)
-        texts = [*root.example, *(turn.text for turn in root.turns)]
+        texts = [*root.example, *(message.text for message in root.messages)]
         used = len(root.ids) if with_tokens else sum(len(text) // 4 for text in texts)
         assert used < window - 100  # a message of 100 tokens still fits
 
 
 async def picky(node, max_tokens, key):
     """Refuses what has BAD in it."""
-    if "BAD" in node.turns[-1].text:
+    if "BAD" in node.messages[-1].text:
         raise Refused("too long for the server")
     code = "FINAL([[*map(llm_query, ['good', 'BAD', 'good'])], rlm_query('BAD')])"
     return Completion(block(code) if not node.path else "fine")
@@ -366,8 +366,8 @@ def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores(gold, quer
     own = Task("q", "evidence", 'Quote all on "one".', {"a": "one", "b": "two"}, gold)
     root = grown({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
                  "*": block("FINAL(context)")}, own)
-    assert root.answer == ["one", "two"] and root.turns[1].text.startswith(f"{query}\n")
-    assert evidence_kind.STRATEGY in root.turns[0].text
+    assert root.answer == ["one", "two"] and root.messages[1].text.startswith(f"{query}\n")
+    assert evidence_kind.STRATEGY in root.messages[0].text
     assert [child.score for child in root.children] == scores
 
 
@@ -510,7 +510,7 @@ def test_the_full_prompt_is_filled_in_and_names_what_the_node_may_use(path):
 
 def test_an_observation_repeats_a_questions_start_and_names_the_last_message():
     query = "".join(map(str, range(300)))
-    said = [prompts.observation("1", Node(turns=[Turn("assistant", "")] * n), query,
+    said = [prompts.observation("1", Node(messages=[Message("assistant", "")] * n), query,
                                 RLMConfig(max_turns=4)) for n in (1, 2, 3)]
     assert [prompts.LAST in text for text in said] == [False, False, True]
     assert all(query[:prompts.REPEATED] + " …" in text for text in said)
@@ -521,7 +521,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
     """A tree that grows from the example's own messages has no error, and its turns are
     those that prompts show."""
     example = getattr(tasks.load(name), "EXAMPLE", prompts.EXAMPLE)
-    asks, reads = (prompts.turns_of(example, asks) for asks in (True, False))
+    asks, reads = (prompts.messages_of(example, asks) for asks in (True, False))
 
     def child(node):
         return [reads[1], reads[3]][node.written]
@@ -529,8 +529,8 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
     root = grown({(): asks[1], "*": child},
                 Task("t", "question", example.query, example.context))
     assert root.end == "final" and root.answer and not root.errors
-    assert [turn.text for turn in root.turns[1:]] == asks
-    assert reads in [[turn.text for turn in node.turns[1:]] for node in root.children]
+    assert [message.text for message in root.messages[1:]] == asks
+    assert reads in [[message.text for message in node.messages[1:]] for node in root.children]
     assert {str(node.answer) for node in root.children} == {str(example.answer)}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.vocabulary import NORMALIZER, STEPS
 from tokenizer import CHATML, MARKERS, NO_THINKING, Tokenizer
-from tree import Turn
+from tree import Message
 
 QWEN = Path(__file__).resolve().parents[2] / "shared" / "qwen3-4b-base"
 TEXTS = ["def main(n):\n    return [i for i in range(n) if i % 3]\n" * 20,
@@ -183,9 +183,9 @@ def test_an_example_is_a_conversation_before_the_question(tiny):
     ids = tiny.open("s", "q", ["a", block, "b", "text"])
     assert ids == (tiny.open("s", "a") + tiny.message(block) + tiny.observe("b", False)
                    + tiny.message("text") + tiny.observe("q", True))
-    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", block),
-             Turn("user", "b"), Turn("assistant", "x ```")]
-    encoded = tiny.encode_turns(turns, ["a", block])
-    assert [[*turn.ids] for turn in encoded] == [
+    messages = [Message("system", "s"), Message("user", "q"), Message("assistant", block),
+             Message("user", "b"), Message("assistant", "x ```")]
+    encoded = tiny.encode_messages(messages, ["a", block])
+    assert [[*message.ids] for message in encoded] == [
         [], tiny.open("s", "q", ["a", block]), tiny.message(block),
         tiny.observe("b", False), [*tiny.encode("x ```"), tiny.end_of_turn]]

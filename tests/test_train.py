@@ -40,7 +40,7 @@ from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, steady
 from training.run import Run, State, find, weights_of
-from tree import Tree, Sampling, Turn, read_trees, write_trees
+from tree import Tree, Sampling, Message, read_trees, write_trees
 from util import read_flags
 
 
@@ -146,7 +146,7 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
         assert (kept.reward, kept.group) == (tree.reward, tree.group)
         for got, want in zip(kept.root.walk(), tree.root.walk(), strict=True):
             assert (got.path, got.answer) == (want.path, want.answer)
-            assert [turn.text for turn in got.turns] == [turn.text for turn in want.turns]
+            assert [message.text for message in got.turns] == [message.text for message in want.turns]
             assert got.sampled == want.sampled
     assert 0 < len(saved_trees(path)) < len(scripted_trees)
 
@@ -341,7 +341,7 @@ def test_without_children_scripts_call_nobody():
     config = evaluation.rlm_config_of("rlm0", setup.tiny_rlm(tasks.load("requests")))
     questions = [tasks.make(tasks.load("requests"), random.Random(i)) for i in range(40)]
     trees = train.scripted_trees(questions, None, config, 0, World())
-    written = [turn.text for tree in trees for turn in tree.root.turns
+    written = [turn.text for tree in trees for turn in tree.root.messages
                if turn.role == "assistant"]
     assert not any("_query" in text for text in written)
     # Among them are some that search and read themselves.
@@ -354,7 +354,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     assert command(evaluation, monkeypatch, "--policy", "oracle", "--split", "train",
                    "--n", 4, "--model", short_run / "init", "--save", saved) is None
     trees = read_trees(saved)
-    trees[0].root.turns[-1] = Turn("assistant", "too long " * 400, (), ())
+    trees[0].root.messages[-1] = Message("assistant", "too long " * 400, (), ())
     write_trees(saved, trees)
     given = stopped_at("imitate", monkeypatch, tmp_path / "run", *SHORT, "--warmup", saved,
                        "--model", short_run / "init")
@@ -365,8 +365,8 @@ def test_a_teachers_trees_take_the_place_of_scripts(
     tokenizer = Tokenizer.from_pretrained(short_run / "init")
     for node in given.nodes:
         assert len(node.ids) <= given.plan.window
-        sampled = [t.ids for t in node.turns if t.is_sampled]
-        texts = [t.text for t in node.turns if t.role == "assistant"]
+        sampled = [t.ids for t in node.messages if t.is_sampled]
+        texts = [t.text for t in node.messages if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
     for tree in trees:
         [*tree.root.walk()][-1].errors.append(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks import Task
-from tree import (Node, Tree, Sampling, Turn, printable, read_trees, render,
+from tree import (Node, Tree, Sampling, Message, printable, read_trees, render,
                   write_trees)
 
 HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
@@ -16,22 +16,22 @@ HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
 def ragged():
     """Three levels, nodes with up to five turns, one that never spoke, one without ids."""
     root = Node(answer=["x", None, {"k": 1.5}], end="final", errors=[1])
-    root.add(Turn("system", "be brief"))
-    root.add(Turn("user", "a question \ud800 \udfff", (1, 2, 3)))
-    root.add(Turn("assistant", "a block", (4, 5), (-0.5, -1.25)))
-    root.add(Turn("user", "seen", (6,)))
-    root.add(Turn("assistant", "another", (7,), (-3.0,)))
+    root.add(Message("system", "be brief"))
+    root.add(Message("user", "a question \ud800 \udfff", (1, 2, 3)))
+    root.add(Message("assistant", "a block", (4, 5), (-0.5, -1.25)))
+    root.add(Message("user", "seen", (6,)))
+    root.add(Message("assistant", "another", (7,), (-3.0,)))
 
     first = Node((0,), end="budget")
-    first.add(Turn("user", "p", (8, 9)))
+    first.add(Message("user", "p", (8, 9)))
 
     second = Node((1,), kind="llm", answer="leaf", end="text", score=0.5)
-    second.add(Turn("user", "p", (8,)))
-    second.add(Turn("assistant", "leaf \udc00", (9,), (-0.125,)))
+    second.add(Message("user", "p", (8,)))
+    second.add(Message("assistant", "leaf \udc00", (9,), (-0.125,)))
 
     third = Node((2,), end="turns")
-    third.add(Turn("user", "p"))
-    third.add(Turn("assistant", "from an API", (), ()))
+    third.add(Message("user", "p"))
+    third.add(Message("assistant", "from an API", (), ()))
     third.children = [Node((2, 0), end="crash"), Node((2, 1), end="final")]
 
     root.children = [first, second, third]
@@ -86,9 +86,9 @@ def test_a_sampling_that_means_nothing_is_refused(temperature, top_p):
 
 def test_what_a_model_wrote_cannot_drive_the_terminal():
     root = Node(answer=[HOSTILE, {HOSTILE: HOSTILE}], end=HOSTILE)
-    root.add(Turn("user", HOSTILE * 3))
+    root.add(Message("user", HOSTILE * 3))
     leaf = Node((0,), kind="llm", answer=HOSTILE, end="text")
-    leaf.add(Turn("assistant", f"{HOSTILE}\n{HOSTILE}", (1,), (0.0,)))
+    leaf.add(Message("assistant", f"{HOSTILE}\n{HOSTILE}", (1,), (0.0,)))
     root.children = [leaf]
 
     shown = render(root, width=1000)

@@ -24,7 +24,7 @@ from repl import cut
 from tasks.text import as_text
 from training.metrics import shares
 from training.scores import WHAT_HELPS, alike, best_of, mean_of
-from tree import Node, Tree, Turn
+from tree import Node, Tree, Message
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
@@ -166,17 +166,17 @@ def tree_values(label: str, tree: Tree, tokenizer,
     nodes = list(tree.root.walk())
     place = {node: i for i, node in enumerate(nodes)}
 
-    def turn_values(turn: Turn, example: bool) -> dict:
-        role = f"example {turn.role}" if example else turn.role
-        row = {"role": role, "text": short_text(turn.text)}
-        if turn.logprobs and tokenizer:
+    def message_values(message: Message, example: bool) -> dict:
+        role = f"example {message.role}" if example else message.role
+        row = {"role": role, "text": short_text(message.text)}
+        if message.logprobs and tokenizer:
             row["tokens"] = [(tokenizer.decode([i]), rounded(logprob))
-                             for i, logprob in zip(turn.ids, turn.logprobs)]
+                             for i, logprob in zip(message.ids, message.logprobs)]
         return row
 
     def node_values(node: Node) -> dict:
-        seen = node.turns if node.path else node.conversation  # all show the same
-        examples = len(seen) - len(node.turns)
+        seen = node.messages if node.path else node.conversation  # all show the same
+        examples = len(seen) - len(node.messages)
         return {
             "name": node.name, "depth": node.depth,
             "end": f"{node.end}: {node.reason}" if node.reason else node.end,
@@ -184,8 +184,8 @@ def tree_values(label: str, tree: Tree, tokenizer,
             "adv": rounded(advantages.get(node)), "answer": short_text(node.answer),
             "children": [place[child] for child in node.children],
             "asked_in": node.asked_in,
-            "turns": [turn_values(turn, 0 < i <= examples)
-                      for i, turn in enumerate(seen)]}
+            "turns": [message_values(message, 0 < i <= examples)
+                      for i, message in enumerate(seen)]}
 
     return {
         "name": label, "group": tree.group, "query": short_text(tree.question.query),

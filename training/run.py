@@ -324,12 +324,12 @@ def thinned(tree: Tree) -> Tree:
     """What is kept of a tree: no context, no ids but the sampled ones, and four digits of
     their log-probabilities. All else comes from the question and the texts."""
     def thin(node: Node) -> Node:
-        turns = []
-        for turn in node.turns:
-            logprobs = turn.logprobs and tuple(round(p, 4) for p in turn.logprobs)
-            ids = turn.ids if turn.is_sampled else ()
-            turns.append(replace(turn, ids=ids, logprobs=logprobs))
-        return replace(node, turns=turns, children=[thin(c) for c in node.children])
+        messages = []
+        for message in node.messages:
+            logprobs = message.logprobs and tuple(round(p, 4) for p in message.logprobs)
+            ids = message.ids if message.is_sampled else ()
+            messages.append(replace(message, ids=ids, logprobs=logprobs))
+        return replace(node, messages=messages, children=[thin(c) for c in node.children])
 
     question = replace(tree.question, context=None)
     return replace(tree, question=question, root=thin(tree.root))

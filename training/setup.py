@@ -130,7 +130,7 @@ def announce(setup: Setup, wanted: Plan) -> None:
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
     print(f"a window of {plan.window:,} tokens; the first prompt {used}")
     if config.plan:
-        prompt = [f"--- {turn.role}\n{turn.text}" for turn in root.conversation]
+        prompt = [f"--- {message.role}\n{message.text}" for message in root.conversation]
         print(printable("\n".join([questions.described(), *prompt])))
     else:
         print(f"what is interrupted continues with: {resuming(config, setup.world)}")
@@ -152,8 +152,8 @@ def make_tiny(config: Config, questions: Questions, world: World) -> None:
     if world.rank:
         return
     claim(config)
-    texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
-             for turn in node.turns]
+    texts = [f"{message.role}\n{message.text}" for tree in trees for node in tree.root.walk()
+             for message in node.messages]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
     torch.manual_seed(config.seed)
     model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **TINY_MODEL))
