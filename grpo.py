@@ -23,7 +23,7 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
              rho_t its gradient is that of the KL, too (DeepSeek-V3.2, 2512.02556)
 
 The functions stand in the order of the equation. All weights are known before the first
-forward pass. So the loss depends neither on how rows are packed (engine/packing.py) nor on
+forward pass. So the loss depends neither on how sequences are packed (engine/packing.py) nor on
 which rank computes them. Left out: a value function, and scores of single turns.
 
 Others' rules of credit are in docs/objective.md, what they reach in docs/results.md.
@@ -127,7 +127,7 @@ def node_weights(root: Node, config: GRPOConfig) -> dict[Node, float]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Sequence:
     """One node as training data: T tokens, N of them sampled."""
     ids: list[int]  # (T)
     mask: list[int]  # (T), 1 for sampled tokens
@@ -137,16 +137,16 @@ class Row:
     depth: int = 0  # how deep the node is; a root has 0
 
 
-def make_rows(trees: list[Tree], credits: dict[Node, Credit],
-              config: GRPOConfig) -> list[Row]:
-    """The batch as rows: one per node that has a credit and sampled a token. Rows without
+def make_sequences(trees: list[Tree], credits: dict[Node, Credit],
+              config: GRPOConfig) -> list[Sequence]:
+    """The batch as sequences: one per node that has a credit and sampled a token. Sequences without
     an advantage are dropped unless there is a KL term. The loss is a mean over all trees
-    (or tokens), and those of dropped rows are counted in its denominator."""
+    (or tokens), and those of dropped sequences are counted in its denominator."""
     trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)
 
-    rows = []
+    sequences = []
     for node in nodes:
         given = credits[node]
         messages = [message for message in node.messages if message.is_sampled]
@@ -155,9 +155,9 @@ def make_rows(trees: list[Tree], credits: dict[Node, Credit],
                        "sequence": node.sampled * len(trees)}[config.length]
             per_token = [a for a, message in zip(given.advantages, messages)
                          for _ in message.ids]
-            rows.append(Row(node.ids, node.mask, node.logprobs, per_token,
+            sequences.append(Sequence(node.ids, node.mask, node.logprobs, per_token,
                             given.weight / divisor, node.depth))
-    return rows
+    return sequences
 
 
 def minibatches(trees: list[Tree], config: GRPOConfig) -> list[list[Tree]]:
@@ -170,7 +170,7 @@ def minibatches(trees: list[Tree], config: GRPOConfig) -> list[list[Tree]]:
 def clipped_loss(logprobs_N: Tensor, ratio_N: Tensor, pack: Pack,
                  config: GRPOConfig) -> Tensor:
     """-min(rho A, clip(rho) A) of each token (PPO, 1707.06347): (N). Another objective may
-    have another `loss`. It sees the tokens of whole rows, pack.sampled of each."""
+    have another `loss`. It sees the tokens of whole sequences, pack.sampled of each."""
     A_N, clipped_N = pack.advantages, ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -torch.minimum(ratio_N * A_N, clipped_N * A_N)
 
@@ -182,7 +182,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRP
     With one update per batch the policy is still pi_old. Then rho is 1, so "ratio",
     "clipped" and "kl" are constant, and only the gradient depends on rho."""
     A_N = pack.advantages
-    old_N = (logprobs_N if pack.old is None else pack.old).detach()
+    old_N = (logprobs_N if pack.old_logprobs is None else pack.old_logprobs).detach()
     log_ratio_N = logprobs_N - old_N
     ratio_N = log_ratio_N.exp()  # rho_t
     loss_N = loss(logprobs_N, ratio_N, pack, config)
@@ -191,11 +191,11 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRP
 
     reference_kl_N = torch.zeros_like(old_N)
     if config.kl:
-        distance_N = pack.reference - logprobs_N
+        distance_N = pack.reference_logprobs - logprobs_N
         reference_kl_N = distance_N.exp() - distance_N - 1  # k3_t (Schulman, 2020)
         loss_N = loss_N + config.kl * ratio_N * reference_kl_N
 
-    trust_N = (old_N - pack.sampler).exp().clamp(max=TRUST_MAX)  # w_t
+    trust_N = (old_N - pack.sampler_logprobs).exp().clamp(max=TRUST_MAX)  # w_t
     total = (pack.weights * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
 
     beyond_N = ratio_N - ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
@@ -203,7 +203,7 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRP
         "ratio": ratio_N, "clipped": (beyond_N * A_N > 0).to(old_N),
         "kl": ratio_N - 1 - log_ratio_N,  # k3 from the policy before the update
         "reference_kl": reference_kl_N, "entropy": entropies_N, "advantage": A_N.abs(),
-        "gap": (old_N - pack.sampler).abs()}
+        "gap": (old_N - pack.sampler_logprobs).abs()}
     return total, {name: values_N.detach() for name, values_N in watched.items()}
 
 
@@ -219,7 +219,7 @@ def compared(pack: Pack, config: GRPOConfig, model, reference) -> Pack:
     elif config.kl:  # without its adapters the model is the reference
         with model.adapters_off():
             reference_N, _ = model.logprobs(pack)
-    return replace(pack, old=old_N, reference=reference_N)
+    return replace(pack, old_logprobs=old_N, reference_logprobs=reference_N)
 
 
 def scored_groups(trees: list[Tree]) -> dict[str, list[int]]:

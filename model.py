@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import hf
-from engine.attention import PackedRows, Rows, again, gather, linear_float32
+from engine.attention import PackedLayout, Layout, again, gather, linear_float32
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, wide
 from engine.lora import Adaptable, Linear
 from engine.packing import Pack
@@ -83,7 +83,7 @@ class DecoderConfig:
 
 # --- the decoder --------------------------------------------------------------------------
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         D, kinds = config.hidden_size, config.is_linear
@@ -98,9 +98,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm(config, D)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope, rows) -> Tensor:
+    def forward(self, x: Tensor, rope, layout) -> Tensor:
         mixer = self.linear_attn if self.is_linear else self.self_attn
-        x = x + mixer(self.input_layernorm(x), rope, rows)  # B T D
+        x = x + mixer(self.input_layernorm(x), rope, layout)  # B T D
         return x + self.mlp(self.post_attention_layernorm(x))  # B T D
 
 
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         if config.family.head_norm:
             self.q_norm, self.k_norm = norm(config, E), norm(config, E)
 
-    def forward(self, x: Tensor, rope, rows) -> Tensor:
+    def forward(self, x: Tensor, rope, layout) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # B T H E, or B T K E
         q = self.q_proj(x)
         if self.gated:
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope)  # B T K E
         v = self.v_proj(x).view(heads)  # B T K E
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # B H T E, B K T E, B K T E
-        out = rows.attend(self.layer, q, k, v).transpose(1, 2)  # B T H E
+        out = layout.attend(self.layer, q, k, v).transpose(1, 2)  # B T H E
         if self.gated:
             out = out * gate.sigmoid()
         return self.o_proj(out.flatten(2))  # B T D
@@ -175,15 +175,15 @@ class DeltaNet(nn.Module):
         self.norm = nn.RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, D)
 
-    def forward(self, x: Tensor, rope, rows) -> Tensor:
-        qkv = rows.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)
+    def forward(self, x: Tensor, rope, layout) -> Tensor:
+        qkv = layout.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)
         q, k, v = F.silu(qkv).split(self.sizes, -1)
         q, k = (x.unflatten(2, self.key_shape) for x in (q, k))  # B T heads dimension
         v = v.unflatten(2, (-1, self.value_dim))  # B T heads dimension
         rate, bias, a = map(wide, (self.A_log, self.dt_bias, self.in_proj_a(x)))
         decay = -rate.exp() * F.softplus(a + bias)  # B T heads
         strength = self.in_proj_b(x).sigmoid()  # B T heads
-        out = rows.recur(self.layer, q, k, v, decay, strength)  # B T heads dimension
+        out = layout.recur(self.layer, q, k, v, decay, strength)  # B T heads dimension
 
         gate = F.silu(wide(self.in_proj_z(x))).view(out.shape)
         out = (self.norm(out) * gate).to(x.dtype)
@@ -239,7 +239,7 @@ class Decoder(Adaptable):
         self.model = nn.ModuleDict({
             "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(
-                Block(config, i) for i in range(config.num_hidden_layers)),
+                Layer(config, i) for i in range(config.num_hidden_layers)),
             "norm": norm(config, config.hidden_size),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -251,20 +251,20 @@ class Decoder(Adaptable):
             self.lm_head.weight = self.model["embed_tokens"].weight
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor | None = None,
-               rows: Rows | None = None) -> Tensor:
+               layout: Layout | None = None) -> Tensor:
         """(B, T) ids -> (B, T, D) final states.
 
         Positions count from 0 unless given. `rows` says how tokens see each other; by
         default they are B rows."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        rows = rows or Rows(ids_BT)
+        layout = layout or Layout(ids_BT)
         x = self.model["embed_tokens"](ids_BT)  # B T D
         turning = int(self.config.head_dim * (self.config.partial_rotary_factor or 1))
         rope = rotation(positions_BT, turning, self.config.rope_theta, x.dtype)
         recompute = ids_BT.numel() > self.recompute_above
-        for block in self.model["layers"]:
-            x = again(block, x, rope, rows) if recompute else block(x, rope, rows)
+        for layer in self.model["layers"]:
+            x = again(layer, x, rope, layout) if recompute else layer(x, rope, layout)
         return self.model["norm"](x)  # B T D
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -278,10 +278,10 @@ class Decoder(Adaptable):
         T holds the rows one after another. Each sees only itself, and what several begin
         with is computed once. A row's first token was not sampled."""
         wanted_T = pack.mask[0, 1:].bool()  # position t predicts token t + 1
-        rows = PackedRows(pack.ids[0].tolist(), pack.lengths, pack.ids.device)
-        ids_BC = pack.ids[:, rows.computed]  # 1 T -> 1 C, each common prefix once
-        x_BCD = self.hidden(ids_BC, rows.positions[None], rows)
-        x_ND = gather(x_BCD[0], rows.states[:-1][wanted_T])  # C D -> N D
+        layout = PackedLayout(pack.ids[0].tolist(), pack.lengths, pack.ids.device)
+        ids_BC = pack.ids[:, layout.computed]  # 1 T -> 1 C, each common prefix once
+        x_BCD = self.hidden(ids_BC, layout.positions[None], layout)
+        x_ND = gather(x_BCD[0], layout.states[:-1][wanted_T])  # C D -> N D
         target_N = pack.ids[0, 1:][wanted_T]  # T -> N
         chunk = max(1, LOGITS_BYTES // (4 * self.config.vocab_size))
         return HeadLogprobs.apply(x_ND, self.lm_head.weight, target_N, chunk)

@@ -48,7 +48,7 @@ from model import Decoder
 from tree import Completion, Lost, Sampling
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
-BLOCK = 128  # tokens of the vocabulary
+CHUNK = 128  # tokens of the vocabulary
 
 
 class SamplerError(Lost):
@@ -66,7 +66,7 @@ class Request:
     done: asyncio.Future
     computed: int = 0  # how many of ids have their keys and values in its pages
     hashes: list[int] = field(default_factory=lambda: [0])  # of its prefixes
-    block_table: list[int] = field(default_factory=list)  # its pages, in order
+    page_table: list[int] = field(default_factory=list)  # its pages, in order
     state: int = 0  # of a hybrid: which of the recurrent states is its own
     marks: set[int] = field(default_factory=set)  # after so many tokens a snapshot is kept
     logprobs: list[float] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Sampler:
                 if not request.done.done():
                     request.done.set_exception(SamplerError(f"engine failed: {error!r}"))
             self._forget()
-            for page in [page for r in lost for page in r.block_table]:
+            for page in [page for r in lost for page in r.page_table]:
                 self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
             self.attention.reset()
             if not isinstance(error, Exception):
@@ -249,7 +249,7 @@ class Sampler:
 
     def _missing(self, request: Request) -> int:
         """How many pages its tokens need beside those that it has."""
-        return -(-len(request.ids) // self.cache.size) - len(request.block_table)
+        return -(-len(request.ids) // self.cache.size) - len(request.page_table)
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """(request, n): it computes its next n tokens, and has pages for them. A request
@@ -265,7 +265,7 @@ class Sampler:
                 budget -= n
             if n == 0:
                 continue
-            while len(request.block_table) * self.cache.size < request.computed + n:
+            while len(request.page_table) * self.cache.size < request.computed + n:
                 self.cache.new(request)
             step.append((request, n))
         return step
@@ -329,17 +329,17 @@ def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     First its block of n tokens, by the sums of the N blocks, then the token in the block.
     The cumulative sum of a large vocabulary takes long on a GPU."""
     B, V = probs_BV.shape
-    if V % BLOCK:
-        probs_BV = F.pad(probs_BV, (0, -V % BLOCK))
-    blocks_BNn = probs_BV.view(B, -1, BLOCK)
-    total_BN = blocks_BNn.sum(-1, dtype=torch.float64).cumsum(-1)
+    if V % CHUNK:
+        probs_BV = F.pad(probs_BV, (0, -V % CHUNK))
+    chunks_BNn = probs_BV.view(B, -1, CHUNK)
+    total_BN = chunks_BNn.sum(-1, dtype=torch.float64).cumsum(-1)
     goal_B1 = u_B[:, None] * total_BN[:, -1:]  # the last total is 1 but for rounding
-    block_B1 = torch.searchsorted(total_BN, goal_B1, right=True)
-    block_B1.clamp_(max=total_BN.shape[1] - 1)
-    beyond_B1 = total_BN.gather(1, block_B1) - goal_B1  # of the block's sum
+    chunk_B1 = torch.searchsorted(total_BN, goal_B1, right=True)
+    chunk_B1.clamp_(max=total_BN.shape[1] - 1)
+    beyond_B1 = total_BN.gather(1, chunk_B1) - goal_B1  # of the block's sum
 
-    block_Bn = blocks_BNn[torch.arange(B, device=u_B.device), block_B1[:, 0]]
-    total_Bn = block_Bn.cumsum(-1, dtype=torch.float64)
+    chunk_Bn = chunks_BNn[torch.arange(B, device=u_B.device), chunk_B1[:, 0]]
+    total_Bn = chunk_Bn.cumsum(-1, dtype=torch.float64)
     goal_B1 = (total_Bn[:, -1:] - beyond_B1).clamp_(min=0)  # rounding may go below
-    token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=BLOCK - 1)
-    return (block_B1 * BLOCK + token_B1).clamp_(max=V - 1)[:, 0]  # the rest is padding
+    token_B1 = torch.searchsorted(total_Bn, goal_B1, right=True).clamp_(max=CHUNK - 1)
+    return (chunk_B1 * CHUNK + token_B1).clamp_(max=V - 1)[:, 0]  # the rest is padding

@@ -41,7 +41,7 @@ from engine import packing
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
 from engine.plan import Plan
-from grpo import Row, policy_loss
+from grpo import Sequence, policy_loss
 from model import Decoder
 from prompts import opening
 from repl import REPLError
@@ -142,7 +142,7 @@ def warm_up(setup: Setup, state: State) -> Run:
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
-        batch = rng.choices(nodes, k=settings.defaults(plan.config.hidden_size).warmup_rows)
+        batch = rng.choices(nodes, k=settings.defaults(plan.config.hidden_size).warmup_nodes)
         loss = imitate(batch, plan, setup.world, model)
         rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
@@ -166,10 +166,10 @@ def warm_up(setup: Setup, state: State) -> Run:
 def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> float:
     """The gradient of the mean of -log p over the sampled tokens of the nodes. Returns that
     mean."""
-    rows = [Row(node.ids, node.mask, [], [], 1) for node in nodes]
+    sequences = [Sequence(node.ids, node.mask, [], [], 1) for node in nodes]
     tokens = sum(node.sampled for node in nodes)
     total = 0.0
-    for pack in packing.packs(rows, plan, world, DEVICE):
+    for pack in packing.packs(sequences, plan, world, DEVICE):
         logprobs, _ = model.logprobs(pack)
         loss = -logprobs.sum() / tokens
         (loss * world.size).backward()  # FSDP averages over the ranks
@@ -189,8 +189,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     for node in [node for tree in trees for node in tree.root.walk()]:
         node.messages = setup.tokenizer.encode_messages(node.messages, node.example)
     if not trees:
-        rows = config.warmup_steps * settings.defaults(plan.config.hidden_size).warmup_rows
-        count = min(rows, settings.SCRIPTED)
+        sequences = config.warmup_steps * settings.defaults(plan.config.hidden_size).warmup_nodes
+        count = min(sequences, settings.SCRIPTED)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
         trees = scripted_trees(
             asked, setup.tokenizer, setup.rlm_config, config.seed, setup.world)
@@ -223,15 +223,15 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.trees_done()
         credit = grpo.credits_of(setup.objective, trees, config)
-        batches = [grpo.make_rows(trees, credit, config)
+        batches = [grpo.make_sequences(trees, credit, config)
                    for trees in grpo.minibatches(trees, config)]
         measured = update(run, model, optimizer, reference, batches)
-        rows = sum(batches, [])
+        sequences = sum(batches, [])
 
         state.step += 1
         state.sampled += sum(node.sampled for r in trees for node in r.root.walk())
-        state.silent = 0 if any(any(row.advantages) for row in rows) else state.silent + 1
-        run.log_step(trees, credit, rows, measured | clock.seconds())
+        state.silent = 0 if any(any(sequence.advantages) for sequence in sequences) else state.silent + 1
+        run.log_step(trees, credit, sequences, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
             score = evaluate(run, model, sampler, "validation", questions.validation)
             if score > state.best:
@@ -243,18 +243,18 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
 
 
 def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None,
-           batches: list[list[Row]]) -> dict:
-    """One optimizer step per batch of rows that has any. Returns the rate and what was
+           batches: list[list[Sequence]]) -> dict:
+    """One optimizer step per batch of sequences that has any. Returns the rate and what was
     measured: means over all tokens; and of the worst step the gradient's norm before
     clipping, how much the policy forgot, and the share of the step that is left."""
     config, plan, world = run.setup.config, run.setup.plan, run.setup.world
     lr, sums = learning_rate(config, run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
-    batches = [rows for rows in batches if rows]
+    batches = [sequences for sequences in batches if sequences]
     packs_of = [[grpo.compared(pack, config, model, reference)  # before the first step
-                 for pack in packing.packs(rows, plan, world, DEVICE)] for rows in batches]
-    for rows, packs in zip(batches, packs_of):
-        part, watch = Counter(), steady.Watch(model, rows, plan, world)
+                 for pack in packing.packs(sequences, plan, world, DEVICE)] for sequences in batches]
+    for sequences, packs in zip(batches, packs_of):
+        part, watch = Counter(), steady.Watch(model, sequences, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack)
             loss, watched = policy_loss(logprobs, entropy, pack, config, run.setup.loss)

@@ -1,4 +1,4 @@
-"""How the tokens of a forward pass see each other: equal rows, or the packed rows of an
+"""How the tokens of a forward pass see each other: equal rows, or the packed sequences of an
 update, where a common prefix is computed once. engine/pages.py has it for the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
@@ -21,7 +21,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new sha
 CONVERTED = 1024  # rows of a matrix that a CPU converts at once, as they stay in its cache
 
 
-class Rows:
+class Layout:
     """B rows of T tokens. Attention calls `attend`, a delta net `convolve` and `recur`."""
 
     def __init__(self, ids_BT: Tensor):
@@ -60,8 +60,8 @@ def again(function, *inputs):
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-class PackedRows(Rows):
-    """Rows of these lengths, one after another in `ids`. Each sees only itself.
+class PackedLayout(Layout):
+    """Sequences of these lengths, one after another in `ids`. Each sees only itself.
 
     A token has the same hidden state in all rows that are equal up to it. It is computed in
     one of them, and the others read its keys and values:
@@ -99,7 +99,7 @@ class PackedRows(Rows):
         # If nothing is shared, the keys of the rows are those that are computed.
         self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
         self.new, self.all = zip(*counts)
-        # SDPA's own causal mask begins at the first key. Rows that share need another.
+        # SDPA's own causal mask begins at the first key. Sequences that share need another.
         self.masks = [None if n == all else lower_right(n, all, device)
                       for n, all in counts]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine import delta
 from engine.attention import causal, linear_float32, lower_right
 from engine.device import free_bytes
-from engine.states import STATES_PER_WINDOW, States, StepRows, state_bytes, zeros
+from engine.states import STATES_PER_WINDOW, States, StepLayout, state_bytes, zeros
 
 decode, rule_step = None, delta.rule_step
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux
@@ -64,8 +64,8 @@ def attention_for(model, memory: int, window: int, batch: int):
         pool = attention = None  # not inside `except`, where the error keeps them alive
     if weight.is_cuda:
         memory //= 2  # the other half is for its rows
-    pool = new_pool(model, memory, GatheredRows.page)
-    return GatheredRows(model, pool, states, batch)
+    pool = new_pool(model, memory, GatheredPages.page)
+    return GatheredPages(model, pool, states, batch)
 
 
 def can_flash(weight: Tensor, head_dim: int) -> bool:
@@ -85,7 +85,7 @@ def check(attention, window: int, batch: int) -> None:
     for first in (1, 1 + half)[:batch]:
         ids = [(first + i * i) % model.config.vocab_size for i in range(length)]
         pages = [first + i for i in range(-(-length // size))]
-        probes.append(SimpleNamespace(all=ids, block_table=pages, state=1 + len(probes)))
+        probes.append(SimpleNamespace(all=ids, page_table=pages, state=1 + len(probes)))
         states = model.hidden(torch.tensor([ids], device=pool.device))
         plain.append(linear_float32(states[0, [-5, -2, -1]], model.lm_head.weight))
     for computed, end in pairwise((0, length - 4, length - 1, length)):
@@ -140,7 +140,7 @@ def flatten(step: list, pool: Tensor) -> list[Tensor]:
         end = request.computed + n
         ids += request.ids[request.computed:end]
         positions += range(request.computed, end)
-        slots += [request.block_table[i // size] * size + i % size
+        slots += [request.page_table[i // size] * size + i % size
                   for i in range(request.computed, end)]
         if end == len(request.ids):
             last.append(len(ids) - 1)
@@ -167,7 +167,7 @@ class Prompts:
         self.parts = []  # (first token in the step, end, pages, tokens in them, mask)
         for request, n in step:
             length = request.computed + n
-            pages = request.block_table[:-(-length // pool.shape[3])]
+            pages = request.page_table[:-(-length // pool.shape[3])]
             table = torch.tensor(pages, device=pool.device)
             # A prompt from its first token on needs no mask: plain causal attention.
             mask = lower_right(n, length, pool.device) if request.computed else None
@@ -182,7 +182,7 @@ class Prompts:
         return out
 
 
-class GatheredRows:
+class GatheredPages:
     """SDPA over rows of keys and values, wherever FlashPages cannot be used.
 
     To gather the pages in every step would take longer than the attention itself. So each
@@ -234,8 +234,8 @@ class GatheredRows:
 
         state_B = torch.tensor([request.state for request, _ in decoding],
                                dtype=torch.int64, device=self.pool.device)
-        rows = StepRows(attend, delta.rule_step, self.states, state_B, others)
-        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
+        layout = StepLayout(attend, delta.rule_step, self.states, state_B, others)
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], layout)[0]
         return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _arrange(self, step: list) -> tuple[list, list]:
@@ -254,7 +254,7 @@ class GatheredRows:
         for row, (request, _) in enumerate(decoding):
             end = request.computed
             if self.held[row] != (request, end):
-                seen = self.pool[:, :, request.block_table].flatten(2, 3)  # L 2 T K E
+                seen = self.pool[:, :, request.page_table].flatten(2, 3)  # L 2 T K E
                 self.rows[:, :, row, :, :end] = seen[:, :, :end].transpose(2, 3)
             self.held[row] = (request, end + 1)
         placed = {request for request, _ in decoding}
@@ -321,8 +321,8 @@ class FlashPages:
             out = prompts.attend(layer, q, torch.empty_like(q))
             return out.transpose(0, 1)[None]  # 1 H N E
 
-        rows = StepRows(attend, rule_step, self.states, ids_N[:0], step)
-        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], rows)[0]
+        layout = StepLayout(attend, rule_step, self.states, ids_N[:0], step)
+        hidden_ND = self.model.hidden(ids_N[None], pos_N[None], layout)[0]
         return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _write(self, layer: int, slots_N: Tensor, q: Tensor, k: Tensor, v: Tensor):
@@ -339,7 +339,7 @@ class FlashPages:
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):
             row[:3] = request.ids[-1], len(request.ids), request.state
-            row[3:3 + len(request.block_table)] = request.block_table
+            row[3:3 + len(request.page_table)] = request.page_table
         return torch.from_numpy(inputs)
 
     def _replay(self, step: list) -> Tensor:
@@ -381,6 +381,6 @@ class FlashPages:
             out = decode(q, *self.pool[layer], length_B, table_BP)
             return out.transpose(0, 1)[None]  # 1 H B E
 
-        rows = StepRows(attend, rule_step, self.states, inputs[:, 2].long(), [])
-        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], rows)[0]
+        layout = StepLayout(attend, rule_step, self.states, inputs[:, 2].long(), [])
+        hidden_BD = self.model.hidden(ids_B[None], pos_B[None], layout)[0]
         return linear_float32(hidden_BD, self.model.lm_head.weight)

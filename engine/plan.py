@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, free_bytes
-from engine.pages import FlashPages, GatheredRows, window_bytes
+from engine.pages import FlashPages, GatheredPages, window_bytes
 from engine.states import shapes
 from util import readable
 
@@ -65,7 +65,7 @@ class Plan:
     reference: bool = False  # a KL term has a frozen model of its own
 
     @property
-    def row(self) -> int:
+    def pack_tokens(self) -> int:
         """Tokens in a forward pass of the update: a window, or what keeps a device busy."""
         work = LEAST_WORK // self.config.hidden_size if self.device == "cuda" else 0
         return max(self.window, LEAST_ROW, work)
@@ -73,7 +73,7 @@ class Plan:
     @property
     def recompute(self) -> bool:
         """Whether layers of the longest row are computed again in the backward pass."""
-        return self.row > self.recompute_above
+        return self.pack_tokens > self.recompute_above
 
     @property
     def for_packs(self) -> "Plan":
@@ -152,18 +152,18 @@ class Plan:
         if self.layers[1]:  # one delta rule is computed again: measured, heads of 128
             (_, channels), (heads, _, dimension) = shapes(self.config)
             running += 22 * channels + 38 * heads * dimension
-        logits = min(LARGEST_LOGITS[self.device], self.row * self.config.vocab_size * 4)
-        head = 2 * logits + 3 * self.row * hidden * size
+        logits = min(LARGEST_LOGITS[self.device], self.pack_tokens * self.config.vocab_size * 4)
+        head = 2 * logits + 3 * self.pack_tokens * hidden * size
         # The head's gradient is the first, and is float32.
         whole = 0 if self.lora_rank else 4 * self.config.vocab_size * hidden
-        most = self.row * kept + max(head, self.row * running) + whole
+        most = self.pack_tokens * kept + max(head, self.pack_tokens * running) + whole
         return most if self.for_packs == self else max(most, self.for_packs.activations())
 
     @property
     def window_bytes(self) -> int:
         """Whole pages for the keys and values of a full window, one more in reserve for a
         request that runs, and the states of linear layers."""
-        page = (GatheredRows if self.device == "cpu" else FlashPages).page
+        page = (GatheredPages if self.device == "cpu" else FlashPages).page
         tokens = page * (-(-self.window // page) + 1)
         return window_bytes(self.config, self.dtype.itemsize, tokens)
 

@@ -67,7 +67,7 @@ class PrefixCache:
 
     def acquire(self, request, pages: list[int]) -> None:
         """The request's block table begins with these pages."""
-        request.block_table = pages
+        request.page_table = pages
         for page in pages:
             self.unused.pop(page, None)
             self.users[page] += 1
@@ -78,7 +78,7 @@ class PrefixCache:
             self._evict(next(iter(self.unused)))
         page = self.free.pop()
         self.users[page] = 1
-        request.block_table.append(page)
+        request.page_table.append(page)
         return page
 
     def advance(self, request, n: int) -> None:
@@ -86,7 +86,7 @@ class PrefixCache:
         end = request.computed + n
         prefix_hash(request, end)
         for i in range(request.computed, end):
-            page, hashed = request.block_table[i // self.size], request.hashes[i + 1]
+            page, hashed = request.page_table[i // self.size], request.hashes[i + 1]
             self.hashes[page].append(hashed)
             self.holders.setdefault(hashed, {})[page] = None
         request.computed = end
@@ -95,14 +95,14 @@ class PrefixCache:
         """The request needs its pages no longer. They stay cached, but for a page that is
         empty, or that holds no more than another one. The end of a prefix is evicted
         first."""
-        for page in reversed(request.block_table):
+        for page in reversed(request.page_table):
             self.users[page] -= 1
             if self.users[page] == 0:
                 self.unused[page] = None
                 hashes = self.hashes[page]
                 if not hashes or len(self.holders[hashes[-1]]) > 1:
                     self._evict(page)
-        request.block_table = []
+        request.page_table = []
 
     def _evict(self, page: int) -> None:
         del self.unused[page]

@@ -59,10 +59,10 @@ class States:
             states[:, target] = states[:, source] if source else 0
 
 
-class StepRows:
+class StepLayout:
     """The tokens of a step of the sampler: one each of B requests that decode, whose states
     are `decoding` (B,), then those of `prompts`, a list of (request, tokens). It has the
-    methods of engine.attention.Rows. `attend` is given, and `rule_step`, which computes the
+    methods of engine.attention.Layout. `attend` is given, and `rule_step`, which computes the
     delta rule for one token."""
 
     def __init__(self, attend: Callable, rule_step: Callable, states: States | None,

@@ -17,8 +17,8 @@ import engine  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from engine import hf
-from engine.packing import collate, micro_batches
-from grpo import GRPOConfig, Row, policy_loss
+from engine.packing import collate, divided
+from grpo import GRPOConfig, Sequence, policy_loss
 from model import Decoder, DecoderConfig
 from sampler import Sampler
 
@@ -90,36 +90,36 @@ def train() -> dict[str, list[float]]:
     theirs = in_transformers(ours)
     adam = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
     adam_theirs = torch.optim.AdamW(theirs.parameters(), lr=1e-6, fused=True)
-    loads = {"plain": [row_of([n] * 256, 0) for n in range(8)],
-             "shared": [row_of(ROOT[:600] + [2 + n] * 150, 600) for n in range(40)]}
+    loads = {"plain": [sequence_of([n] * 256, 0) for n in range(8)],
+             "shared": [sequence_of(ROOT[:600] + [2 + n] * 150, 600) for n in range(40)]}
     figures = {}
-    for name, rows in loads.items():
+    for name, sequences in loads.items():
         ratios = []
         for _ in range(1 + REPEATS):
-            seconds = clock(lambda: step(ours, adam, our_losses(ours, rows, 8192)))
-            peer = clock(lambda: step(theirs, adam_theirs, their_losses(theirs, rows)))
+            seconds = clock(lambda: step(ours, adam, our_losses(ours, sequences, 8192)))
+            peer = clock(lambda: step(theirs, adam_theirs, their_losses(theirs, sequences)))
             ratios.append(peer / seconds)
         figures[name] = ratios[1:]  # the first warms up
     return figures
 
 
-def row_of(ids: list[int], given: int) -> Row:
+def sequence_of(ids: list[int], given: int) -> Sequence:
     """`given` tokens of a prompt, and of the others every other 64 were sampled."""
     mask = [0] * given + [i // 64 % 2 for i in range(given, len(ids))]
-    return Row(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
+    return Sequence(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
 
 
-def our_losses(model: Decoder, rows: list[Row], max_tokens: int) -> Iterator[torch.Tensor]:
-    for rows_of_pack in micro_batches(rows, max_tokens):
-        pack = collate(rows_of_pack, model.lm_head.weight.device)
+def our_losses(model: Decoder, sequences: list[Sequence], max_tokens: int) -> Iterator[torch.Tensor]:
+    for share in divided(sequences, max_tokens):
+        pack = collate(share, model.lm_head.weight.device)
         logprobs, entropies = model.logprobs(pack)
         yield policy_loss(logprobs, entropies, pack, GRPOConfig())[0]
 
 
-def their_losses(model, rows: list[Row]) -> Iterator[torch.Tensor]:
-    for first in range(0, len(rows), 8):
-        ids = torch.tensor([row.ids for row in rows[first:first + 8]])  # B T
-        mask = torch.tensor([row.mask for row in rows[first:first + 8]])  # B T
+def their_losses(model, sequences: list[Sequence]) -> Iterator[torch.Tensor]:
+    for first in range(0, len(sequences), 8):
+        ids = torch.tensor([sequence.ids for sequence in sequences[first:first + 8]])  # B T
+        mask = torch.tensor([sequence.mask for sequence in sequences[first:first + 8]])  # B T
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # B T-1 V
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
         yield (-1e-3 * mask[:, 1:] * logprobs).sum()

@@ -2,7 +2,7 @@
 
     python -m experiments.gpu [--model DIR]        without it a random Qwen3-4B
 
-How far the log-probabilities of the sampler and of packed rows are from those of plain
+How far the log-probabilities of the sampler and of packed sequences are from those of plain
 rows; the speed of prompts, decoding and updates, to compare with the card's data sheet; and
 the peak of memory beside the plan. Each part is a process. Without a GPU DIR can be tiny.
 """
@@ -21,8 +21,8 @@ from engine.device import DEVICE
 from engine.packing import collate
 from engine.pages import token_bytes
 from engine.plan import GIB, SHORT, Plan, Sizes
-from experiments.bench import clock, our_losses, row_of, step
-from grpo import Row
+from experiments.bench import clock, our_losses, sequence_of, step
+from grpo import Sequence
 from model import Decoder, DecoderConfig
 from sampler import Sampler
 
@@ -62,11 +62,11 @@ def agreement(model: Decoder) -> None:
     sampled = torch.tensor([new.logprobs for new in done], device=DEVICE).flatten()  # N
     ids = torch.tensor(
         [[*given, *new.ids] for given, new in zip(prompts, done)], device=DEVICE)  # B T
-    rows = [Row(row, [0] * (len(row) - NEW) + [1] * NEW, [], [], 1.0)
+    rows = [Sequence(row, [0] * (len(row) - NEW) + [1] * NEW, [], [], 1.0)
             for row in ids.tolist()]
     plain = torch.cat([model.logprobs(collate([row], DEVICE))[0] for row in rows])  # N
     packed, _ = model.logprobs(collate(rows, DEVICE))
-    for name, got in (("sampler", sampled), ("packed rows", packed)):
+    for name, got in (("sampler", sampled), ("packed sequences", packed)):
         gap = (got - plain).abs()
         show(f"{name}: mean, largest difference", gap.mean().item(), gap.max().item())
 
@@ -95,7 +95,7 @@ def sampling(model: Decoder) -> None:
 
 def update(model: Decoder, rank: int = 0, above: int = 0) -> None:
     """Of four rows of 8,192 tokens, or of so many that no layer is computed again."""
-    rows = [row_of(prompt(model, above or 8192, seed), 0) for seed in range(4)]
+    rows = [sequence_of(prompt(model, above or 8192, seed), 0) for seed in range(4)]
     c, length, sizes = model.config, len(rows[0].ids), Sizes.of(model)
     if rank:
         model.requires_grad_(True).add_lora(rank, 32.0)

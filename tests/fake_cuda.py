@@ -74,7 +74,7 @@ with patch("torch.cuda.is_available", lambda: True):
     from engine import pages
     from engine.decode import decode
 from engine.packing import collate
-from grpo import GRPOConfig, Row, policy_loss
+from grpo import GRPOConfig, Sequence, policy_loss
 from model import Decoder, DecoderConfig
 from sampler import Sampler
 
@@ -118,7 +118,7 @@ def update(recompute=False, rank=0, hybrid=False, empty=False):
     ids = [[7] * 40 + [i] * 20 for i in range(3)] + [[9] * 33]  # three share a prefix
     ids = [] if empty else ids
     host.ids, host.sampled = sum(ids, []) or [0], 10 * len(ids)
-    pack = collate([Row(row, [0] * (len(row) - 10) + [1] * 10, [-1.0] * len(row),
+    pack = collate([Sequence(row, [0] * (len(row) - 10) + [1] * 10, [-1.0] * len(row),
                         [1.0] * 10, 1.0) for row in ids], GPU)
     logprobs, entropy = model.logprobs(pack)
     check(logprobs, torch.float32)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from engine.packing import collate
-from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_rows, policy_loss
+from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_sequences, policy_loss
 from tree import Node, Tree, Message
 
 # A policy with eleven possible trees. The root answers at once (token 0), asks one child
@@ -47,11 +47,11 @@ def test_only_summed_children_constant_length_no_std_give_the_true_gradient(
     for group in itertools.product(all_trees(), all_trees()):
         ids = [i for _, tokens, _ in group for i in tokens]
         trees = [Tree({}, "group", root, reward) for root, _, reward in group]
-        rows = make_rows(trees, credit(trees, config), config)
+        rows = make_sequences(trees, credit(trees, config), config)
         if rows:
             pack = collate(rows, "cpu")
             sampled = logprobs[pack.ids[pack.mask.bool()]]
-            pack.sampler = sampled.detach()
+            pack.sampler_logprobs = sampled.detach()
             loss, _ = policy_loss(sampled, torch.zeros(len(sampled)), pack, config)
             gradient, = torch.autograd.grad(-loss, theta, retain_graph=True)
             expected += logprobs.detach()[ids].sum().exp() * gradient * LENGTH_CONSTANT

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_sampler import HYBRID
 
-from engine.attention import PackedRows, gather
-from engine.packing import Pack, collate, micro_batches
-from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Row, advantages,
-                  credit, credits_of, make_rows, minibatches, node_weights, policy_loss)
+from engine.attention import PackedLayout, gather
+from engine.packing import Pack, collate, divided
+from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Sequence, advantages,
+                  credit, credits_of, make_sequences, minibatches, node_weights, policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
 from tree import Node, Tree, Message
@@ -52,7 +52,7 @@ def plain(**switches):
 
 
 def rows_of(trees, config):
-    return make_rows(trees, credit(trees, config), config)
+    return make_sequences(trees, credit(trees, config), config)
 
 
 def test_advantages_by_hand():
@@ -123,7 +123,7 @@ def test_rows_take_what_an_objective_says():
     root = node((), 5, node((0,), 2), node((1,), 4))
     tree = made(1.0, root)
     given = {root: Credit([1.0, -2.0], 3.0), root.children[1]: Credit([0.0, 0.0], 1.0)}
-    (row,) = make_rows([tree], given, GRPOConfig())
+    (row,) = make_sequences([tree], given, GRPOConfig())
     assert row.advantages == [1.0] * 2 + [-2.0] * 3 and row.weight == 3 / LENGTH_CONSTANT
     with pytest.raises(ValueError, match="a Credit with 2 advantages"):
         credits_of(lambda *_: {root: Credit([1.0], 1.0)}, [tree], GRPOConfig())
@@ -161,7 +161,7 @@ def test_what_is_watched_of_a_batch_by_hand(float64):
     new = old + torch.tensor([1.5, 0.5, 1.0]).log()
     sampler = old - torch.tensor([0.0, math.log(3.0), -math.log(2.0)])
     pack = pack_of(old, sampler, [1.0, -1.0, 0.5], [0.1, 0.2, 0.3])
-    pack.reference = new + torch.tensor([2.0, 1.0, 0.5]).log()
+    pack.reference_logprobs = new + torch.tensor([2.0, 1.0, 0.5]).log()
     config = GRPOConfig(kl=0.1)
     loss, watched = policy_loss(new, torch.tensor([0.4, 0.5, 0.6]), pack, config)
     # 1.28 clipped, trust 1; -0.8 clipped, trust 3 cut to 2; 0.5 at ratio 1, trust 1/2. And
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs, float
     reference_BT = old_BT + 0.3 * torch.randn(tool_BT.shape)
 
     old_N, reference_N, new_N = (x[tool_BT.bool()] for x in (old_BT, reference_BT, new_BT))
-    pack = replace(pack, old=old_N, sampler=old_N, reference=reference_N)
+    pack = replace(pack, old_logprobs=old_N, sampler=old_N, reference_logprobs=reference_N)
     policy_loss(new_N, torch.zeros(len(new_N)), pack, config)[0].backward()
     ours, new_BT.grad = new_BT.grad, None
 
@@ -242,7 +242,7 @@ def random_rows(n, seed=0, longest=60, alike=0.0):
         mask = [0] + [int(rng.random() < 0.5) for _ in ids[1:]]
         logprobs = [-round(4.0 * rng.random()) * m for m in mask]  # some are 0
         per_token = [rng.choice([-1.0, 0.7])] * sum(mask)
-        rows.append(Row(ids, mask, logprobs, per_token, rng.random() / 100))
+        rows.append(Sequence(ids, mask, logprobs, per_token, rng.random() / 100))
     return rows
 
 
@@ -255,7 +255,7 @@ def distinct_tokens(rows):
 @pytest.mark.parametrize("limit", [1, 60, 200, 10**9])
 def test_micro_batches_share_every_row_once_and_keep_the_limit(limit, ranks):
     rows = random_rows(50)
-    shares = [micro_batches(rows, limit, 1e-3, 0.1, rank, ranks) for rank in range(ranks)]
+    shares = [divided(rows, limit, 1e-3, 0.1, rank, ranks) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
 
     packs = [pack for share in shares for pack in share]
@@ -270,7 +270,7 @@ def test_the_ranks_costs_are_even_in_each_round():
     def cost(pack):
         return sum(len(row.ids) * (1 + 1e-3 * len(row.ids)) for row in pack)
 
-    rounds = list(zip(*(micro_batches(rows, 2000, 1e-3, 0.1, r, 4) for r in range(4))))
+    rounds = list(zip(*(divided(rows, 2000, 1e-3, 0.1, r, 4) for r in range(4))))
     assert len(rounds) > 5
     assert all(min(map(cost, r)) > 0.9 * max(map(cost, r)) for r in rounds)
 
@@ -292,7 +292,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(
         sums = Counter()
         for pack in packs:
             got = model.logprobs(pack)
-            before = replace(pack, old=got[0].detach() - 0.25)
+            before = replace(pack, old_logprobs=got[0].detach() - 0.25)
             loss, watched = policy_loss(*got, before, GRPOConfig())
             loss.backward()
             sums.update(totals(loss, watched))
@@ -301,7 +301,7 @@ def test_what_rows_share_is_computed_once_and_nothing_else_changes(
     for seed in range(tries):
         rows = random_rows(2 + seed % 7, seed, longest, alike=0.8)
         together = collate(rows, "cpu")
-        packed = PackedRows(together.ids[0].tolist(), together.lengths, "cpu")
+        packed = PackedLayout(together.ids[0].tolist(), together.lengths, "cpu")
         assert len(packed.computed) == distinct_tokens(rows)
 
         model.recompute_above = 0 if seed % 2 else math.inf
@@ -326,10 +326,10 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
         prompt = [rng.randrange(64) for _ in range(shared)]
         for _ in range(40):
             ids = prompt + [rng.randrange(64) for _ in range(own)]
-            rows.append(Row(ids, [0] * shared + [1] * own, [], [1.0] * own, 1.0))
+            rows.append(Sequence(ids, [0] * shared + [1] * own, [], [1.0] * own, 1.0))
     rng.shuffle(rows)
     packs = [pack for rank in range(ranks)
-             for pack in micro_batches(rows, 820, 1e-4, 0.02, rank, ranks)]
+             for pack in divided(rows, 820, 1e-4, 0.02, rank, ranks)]
     computed = [distinct_tokens(pack) for pack in packs]
     for pack, distinct in zip(packs, computed):
         assert distinct + 0.02 * sum(len(row.ids) for row in pack) <= 820

@@ -13,7 +13,7 @@ import grpo
 import train
 from engine import device, hf
 from engine.packing import collate
-from grpo import GRPOConfig, Row
+from grpo import GRPOConfig, Sequence
 from model import Decoder
 from training import checkpoint
 
@@ -66,9 +66,9 @@ def test_without_adapters_it_is_the_model_that_it_was_which_is_a_runs_reference(
     model, base = adapted(), build()
     changed = logits(model)
     ids = some_ids(model)[:1]
-    row = Row(ids[0].tolist(), [0] + [1] * (ids.shape[1] - 1), [], [], 1.0)
+    row = Sequence(ids[0].tolist(), [0] + [1] * (ids.shape[1] - 1), [], [], 1.0)
     pack = grpo.compared(collate([row], "cpu"), GRPOConfig(kl=0.1), model, None)
-    assert torch.equal(pack.reference, base.logprobs(pack)[0])
+    assert torch.equal(pack.reference_logprobs, base.logprobs(pack)[0])
     assert torch.equal(logits(model), changed)
 
 

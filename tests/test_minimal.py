@@ -11,7 +11,7 @@ import torch
 import minimal
 from conftest import command
 from engine.packing import collate
-from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_rows, policy_loss
+from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_sequences, policy_loss
 from tree import Node, Tree, Message
 
 
@@ -215,7 +215,7 @@ def test_loss_and_gradient_are_those_of_grpo(who, model):
     roots, rewards = scripted(2)
     config = GRPOConfig(credit=who)
     trees = as_trees(model, roots, rewards)
-    rows = make_rows(trees, credit(trees, config), config)
+    rows = make_sequences(trees, credit(trees, config), config)
     logprobs = [p for row in rows
                 for p, m in zip(chosen(model, row.ids), row.mask[1:]) if m]
     loss, _ = policy_loss(torch.stack(logprobs), torch.zeros(len(logprobs)),

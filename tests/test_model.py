@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import model as model_module
 from engine import hf
-from engine.attention import PackedRows, linear_float32
+from engine.attention import PackedLayout, linear_float32
 from engine.packing import collate
-from grpo import Row
+from grpo import Sequence
 from model import Decoder, DecoderConfig
 
 SHAPES = {  # heads, key/value heads, head_dim, tied
@@ -111,7 +111,7 @@ def test_logits_and_greedy_tokens_are_those_that_transformers_gave(name, tmp_pat
 
 def packed(ids, mask):
     """The pack of the rows of two tensors. What is sampled begins behind a row's first."""
-    return collate([Row(row, [0, *marks[1:]], [0.0] * len(row), [], 1.0)
+    return collate([Sequence(row, [0, *marks[1:]], [0.0] * len(row), [], 1.0)
                     for row, marks in zip(ids.tolist(), mask.tolist())], "cpu")
 
 
@@ -268,7 +268,7 @@ def test_logits_are_float32_where_layers_compute_in_bfloat16():
     ids = torch.randint(0, model.config.vocab_size, (1, 30))
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        rows = PackedRows(ids[0].tolist(), [30], "cpu")
+        rows = PackedLayout(ids[0].tolist(), [30], "cpu")
         hidden = model.hidden(ids, rows.positions[None], rows)[0, :-1].double()
         exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
         got, _ = model.logprobs(packed(ids, mask))

@@ -7,8 +7,8 @@ import test_bias
 from test_grpo import node, made
 
 from baselines import objectives
-from engine.packing import collate, micro_batches
-from grpo import GRPOConfig, make_rows, node_weights, policy_loss
+from engine.packing import collate, divided
+from grpo import GRPOConfig, make_sequences, node_weights, policy_loss
 
 
 def scored_trees():
@@ -103,12 +103,12 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
         margin = tree_logprob(best, ratios) - tree_logprob(worst, ratios)
         (-torch.nn.functional.logsigmoid(objectives.BETA * margin) / 2).backward()
 
-    rows = make_rows(trees, objectives.dpo(trees, config), config)
+    rows = make_sequences(trees, objectives.dpo(trees, config), config)
     online = logits.clone().requires_grad_()
-    for part in micro_batches(rows, 1):
+    for part in divided(rows, 1):
         pack = collate(part, "cpu")
         logprobs = online.log_softmax(0)[pack.ids[pack.mask.bool()]]
-        pack.sampler = logprobs.detach()
+        pack.sampler_logprobs = logprobs.detach()
         policy_loss(logprobs, torch.zeros(len(logprobs)), pack, config)[0].backward()
     assert torch.allclose(online.grad, textbook.grad, rtol=0, atol=1e-10)
     assert textbook.grad.abs().max() > 0.01

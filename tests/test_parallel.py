@@ -78,7 +78,7 @@ def take_step(out, kind, number, world):
     Returns loss, gradients, weights and metrics."""
     found, optimizer_step = {}, train.optimizer_step
     compared = grpo.compared
-    row = grpo.Row([*range(9)], [0] + [1] * 8, [0.0] * 9, [], 1.0)
+    row = grpo.Sequence([*range(9)], [0] + [1] * 8, [0.0] * 9, [], 1.0)
 
     def watch(model, *more):
         found["gradients"] = {name: full_tensor(weight.grad).clone()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from engine import attention, delta, plan
-from engine.attention import PackedRows
+from engine.attention import PackedLayout
 from engine.hf import FAMILIES
-from engine.packing import micro_batches
+from engine.packing import divided
 from engine.plan import GIB, SHORT, Plan, Sizes
-from grpo import Row
+from grpo import Sequence
 from model import Decoder, DecoderConfig
 
 QWEN3_4B = DecoderConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960)
@@ -96,7 +96,7 @@ def saved_by_autograd(config, dtype, rank, rows, monkeypatch):
             out[0].requires_grad_(), None)
 
     monkeypatch.setattr(attention, "again", again)
-    packed = PackedRows(sum(rows, []), list(map(len, rows)), "cpu")
+    packed = PackedLayout(sum(rows, []), list(map(len, rows)), "cpu")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.hidden(packed.computed[None] % 50, packed.positions[None], packed)
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
@@ -130,20 +130,20 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
     keys and values, and for a moment gradients: 4 KiB of these, 16 of each query head's,
     and 8 in float32."""
     plan = of(device="cuda", window=32_768)
-    rows = [Row([0] * 4000 + [1 + i] * 160, [], [], [], 1.0) for i in range(64)]
-    packs = micro_batches(rows, plan.row, plan.attention_cost, plan.seen_cost)
+    rows = [Sequence([0] * 4000 + [1 + i] * 160, [], [], [], 1.0) for i in range(64)]
+    packs = divided(rows, plan.pack_tokens, plan.attention_cost, plan.seen_cost)
     assert sum(map(len, packs)) == 64
     for pack in packs:
         computed, seen = 4000 + 160 * len(pack), 4160 * len(pack)
         token = 36 * 5120 + 129_192  # that is computed
-        assert computed * token + seen * 32 * 1024 <= plan.row * token
+        assert computed * token + seen * 32 * 1024 <= plan.pack_tokens * token
 
 
 def test_only_rows_longer_than_a_short_pack_are_computed_again():
     plan = of(window=32_768, lora_rank=16, device="cuda", recompute_above=SHORT)
-    rows = [Row([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
+    rows = [Sequence([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
     short = plan.for_packs
-    packs = micro_batches(rows, short.row, short.attention_cost, short.seen_cost)
+    packs = divided(rows, short.row, short.attention_cost, short.seen_cost)
     sizes = [sum(len(row.ids) for row in pack) for pack in packs]
     assert max(sizes) == 6000 and sorted(sizes)[-2] <= SHORT < 8192 < sum(sizes)
     # Each of the two kinds fits into what is planned.

@@ -64,7 +64,7 @@ def make(model=MODEL, tokens=4096, window=WINDOW, page=4, batch=64, **options):
     memory = tokens * token_bytes(model.config, itemsize)
     memory += (batch + 1) * state_bytes(model.config, itemsize)
     with patch.object(engine.pages, "States", lambda model, _: States(model, batch + 1)), \
-            patch.object(engine.pages.GatheredRows, "page", page), \
+            patch.object(engine.pages.GatheredPages, "page", page), \
             patch.object(engine.pages.FlashPages, "page", page):
         made = Sampler(model, memory, window=window, batch=batch, **options)
     if made.attention.states:
@@ -243,7 +243,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(attention, monkeypatch, cap
     monkeypatch.setenv("RANK", "3")  # whose stdout nobody sees
     for broken in (lambda q, *_: torch.zeros_like(q), fails):
         monkeypatch.setattr(engine.pages, "decode", broken)
-        assert isinstance(make().attention, engine.pages.GatheredRows)
+        assert isinstance(make().attention, engine.pages.GatheredPages)
         said = "rank 3: pages are not read in place, which is slower"
         assert (said in capsys.readouterr().err) == (attention != "rows")
 
@@ -327,7 +327,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
 
 
 def plain_request(*ids):
-    return SimpleNamespace(ids=list(ids), computed=0, block_table=[], hashes=[0])
+    return SimpleNamespace(ids=list(ids), computed=0, page_table=[], hashes=[0])
 
 
 def test_the_end_of_a_prefix_is_evicted_first_and_last_what_was_matched_last():
@@ -380,10 +380,10 @@ def test_a_match_is_the_longest_cached_prefix():
                 cache.release(request)
             else:
                 request.computed = len(shared) * size
-                while len(request.block_table) * size < len(request.ids):
+                while len(request.page_table) * size < len(request.ids):
                     cache.new(request)
                 cache.advance(request, len(request.ids) - request.computed)
-                for i, page in enumerate(request.block_table):
+                for i, page in enumerate(request.page_table):
                     prefixes[page] = request.ids[:(i + 1) * size]
                 running.append(request)
             if running and rng.random() < 0.6:

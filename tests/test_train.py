@@ -30,7 +30,7 @@ import training.run
 from ask import RLM
 from config import load_config
 from engine.parallel import World
-from grpo import Row
+from grpo import Sequence
 from model import Decoder, DecoderConfig
 from rlm import Growth
 from sampler import Sampler
@@ -277,7 +277,7 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
     monkeypatch.setattr(steady, "WATCHED", 3)
     model = Decoder.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
-    rows = [Row([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
+    rows = [Sequence([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
                 [advantage] * n, 1.0, depth)
             for depth, n, advantage in ((0, 2, 1.0), (1, 9, 1.0), (1, 9, 0.5), (2, 4, 1.0),
                                         (0, 12, -1.0)) for _ in range(3)]
@@ -305,7 +305,7 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
     torch.manual_seed(0)
     master = Decoder(DecoderConfig(**SMALL_MODEL | {"hidden_size": 256}, vocab_size=999))
     model, rng = copy.deepcopy(master).bfloat16(), random.Random(0)
-    rows = [Row([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [], [1.0],
+    rows = [Sequence([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [], [1.0],
                 1.0) for _ in range(16)]
     pack = SimpleNamespace(row=2000, attention_cost=0.0, seen_cost=0.0)
     forgot = []

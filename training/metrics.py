@@ -89,7 +89,7 @@ def line(m: dict, steps: int) -> str:
     lost = f" | failed {m['failed']}" if m["failed"] else ""
     own = f" (score {m['score']:.3f})" if "score" in m else ""
     update = "no signal, no step"
-    if m["rows"]:
+    if m["sequences"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f} " \
                  f"forgot {m['forgot']:.2f}"
         if m["step_left"] < 1:

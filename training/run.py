@@ -153,12 +153,12 @@ class Run:
             if self.setup.tracker:
                 self.setup.tracker(row)
 
-    def log_step(self, trees: list[Tree], credit: dict, rows: list,
+    def log_step(self, trees: list[Tree], credit: dict, sequences: list,
                  measured: dict) -> None:
         """A step of GRPO: its JSON line, its line for people, and now and then a tree and
-        the report page. `credit` are the Credits of the nodes, `rows` those trained on."""
-        row = {"phase": "grpo", "step": self.state.step, **measured, "rows": len(rows),
-               "row_tokens": sum(len(row.ids) for row in rows),
+        the report page. `credit` are the Credits of the nodes, `sequences` those trained on."""
+        row = {"phase": "grpo", "step": self.state.step, **measured, "sequences": len(sequences),
+               "sequence_tokens": sum(len(sequence.ids) for sequence in sequences),
                **metrics.describe(trees, credit)}
         self.log(row)
         self.keep_trees(trees, credit)

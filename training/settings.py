@@ -18,17 +18,17 @@ class Defaults:
     """What a checkpoint gets where no flag says otherwise."""
     warmup_steps: int
     warmup_lr: float
-    warmup_rows: int  # nodes per supervised step
+    warmup_nodes: int  # nodes per supervised step
     lr: float
     max_norm: float  # gradients are clipped to this
     adapters: float  # adapters learn at so many times the rate of all weights
 
 
 # Clipping at 1.0, a rare large gradient undid the steps of a model made from nothing.
-SCRATCH = Defaults(warmup_steps=1000, warmup_lr=3e-3, warmup_rows=32, lr=1.4e-3,
+SCRATCH = Defaults(warmup_steps=1000, warmup_lr=3e-3, warmup_nodes=32, lr=1.4e-3,
                    max_norm=0.2, adapters=2.0)
 # The rates of published runs of 4B and more; `filled_in` raises that of smaller models.
-PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_rows=8, lr=1e-6,
+PRETRAINED = Defaults(warmup_steps=60, warmup_lr=1e-5, warmup_nodes=8, lr=1e-6,
                       max_norm=1.0, adapters=20.0)
 
 

@@ -37,10 +37,10 @@ ROUNDING = 0.02  # of a token's log-probability; 0.01 to 0.03 were measured
 class Watch:
     """How much the policy has forgotten since this was made."""
 
-    def __init__(self, model, rows: list, plan, world):
+    def __init__(self, model, sequences: list, plan, world):
         self.model, self.world = model, world
         self.rounding = ROUNDING if plan.dtype == torch.bfloat16 else 0.0
-        self.packs = packing.packs(watched(rows), plan, world, DEVICE)
+        self.packs = packing.packs(watched(sequences), plan, world, DEVICE)
         self.before = self.logprobs()
 
     @torch.no_grad()
@@ -52,8 +52,8 @@ class Watch:
         """In [0, 1], the same on all ranks."""
         forgotten = []
         for pack, before, after in zip(self.packs, self.before, self.logprobs()):
-            rows = (after - before).double().split(pack.sampled)
-            for depth, part in zip(pack.depths, rows):
+            sequences = (after - before).double().split(pack.sampled)
+            for depth, part in zip(pack.depths, sequences):
                 by_rounding = expected_loss(self.rounding * math.sqrt(len(part)))
                 # A NaN counts as forgotten, not as 0.
                 change = part.sum().nan_to_num(-math.inf).item()
@@ -72,14 +72,14 @@ def expected_loss(deviation: float) -> float:
     return (1 - torch.special.erfcx(x).item()) / 2
 
 
-def watched(rows: list) -> list:
-    """Rows with a positive advantage, at most WATCHED per depth."""
+def watched(sequences: list) -> list:
+    """Sequences with a positive advantage, at most WATCHED per depth."""
     by_depth = defaultdict(list)
-    for row in rows:
-        if sum(row.advantages) > 0:
-            by_depth[row.depth].append(row)
-    return [row for of_depth in by_depth.values()
-            for row in of_depth[::math.ceil(len(of_depth) / WATCHED)]]
+    for sequence in sequences:
+        if sum(sequence.advantages) > 0:
+            by_depth[sequence.depth].append(sequence)
+    return [sequence for of_depth in by_depth.values()
+            for sequence in of_depth[::math.ceil(len(of_depth) / WATCHED)]]
 
 
 def shorten(optimizer: AdamW, forgot: Callable) -> tuple[float, float]:
