@@ -20,7 +20,7 @@ class RLMConfig:
     window: int = 32_768  # tokens of one node, prompts and observations included
     max_nodes: int = 32  # nodes of a tree, the root included
     tree_tokens: int = 200_000  # sampled tokens of a tree
-    seconds: float = 900.0  # processor time of its code; waiting for the model is free
+    tree_seconds: float = 900.0  # processor time of its code; waiting for the model is free
     style: str = flag("full", "full: for pretrained models; brief: for those made from "
                               "nothing", choices=("full", "brief"))
     task: str = ""  # the task that it was trained on: a name, or a file

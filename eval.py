@@ -36,7 +36,7 @@ from tasks import Question
 from tasks.questions import heldout_tasks, read, split
 from tasks.scripts import message_of, scripted
 from training import report
-from training.scores import by_question, differences, record_of, summary, trained_as
+from training.scores import by_question, differences, record_of, summary, method_of
 from training.trees import attempt, side_by_side
 from tree import Completion, Node, Tree, read_trees, write_trees
 from util import flag, write_text
@@ -195,7 +195,7 @@ def measure(flags: EvalConfig) -> None:
     policy, tokenizer = None, None
     if flags.model or flags.api:
         policy, tokenizer, config = policy_of(flags, batch=96)
-    methods = listed(flags.methods) or [trained_as(config)]
+    methods = listed(flags.methods) or [method_of(config)]
     at_once = min(8 if flags.api else 64, trees_at_once(config.max_nodes))
 
     async def one(method: str, question: Question, key: tuple) -> tuple[dict, Tree]:

@@ -100,8 +100,8 @@ def inherit(trees: list[Tree], per_tree: list[float],
         if tree.failed:
             continue
         for node, weight in node_weights(tree.root, config).items():
-            trained = {"inherit": True, "root": not node.depth, "children": node.depth}
-            if trained[config.credit]:
+            wanted = {"all": True, "roots": not node.depth, "children": node.depth}
+            if wanted[config.trained]:
                 messages = sum(message.is_sampled for message in node.messages)
                 result[node] = Credit([advantage] * messages, weight)
     return result
@@ -199,16 +199,16 @@ def policy_loss(logprobs_N: Tensor, entropies_N: Tensor, pack: Pack, config: GRP
     total = (pack.weights * (trust_N * loss_N)).sum()  # weights: c, 1/k and the mean
 
     beyond_N = ratio_N - ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    watched = {
+    per_token = {
         "ratio": ratio_N, "clipped": (beyond_N * A_N > 0).to(old_N),
         "kl": ratio_N - 1 - log_ratio_N,  # k3 from the policy before the update
         "reference_kl": reference_kl_N, "entropy": entropies_N, "advantage": A_N.abs(),
         "gap": (old_N - pack.sampler_logprobs).abs()}
-    return total, {name: values_N.detach() for name, values_N in watched.items()}
+    return total, {name: values_N.detach() for name, values_N in per_token.items()}
 
 
 @torch.no_grad()
-def compared(pack: Pack, config: GRPOConfig, model, reference) -> Pack:
+def with_references(pack: Pack, config: GRPOConfig, model, reference) -> Pack:
     """The pack with the log-probabilities of pi_old and pi_ref, where the loss needs
     them."""
     old_N = reference_N = None
@@ -245,9 +245,9 @@ class GRPOConfig:
     objective: str = flag(
         "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
                 "(baselines/objectives.py); or path/to/file.py[:function]")
-    credit: str = flag(
-        "inherit", "who is trained. inherit: all nodes; root: roots; children: the others",
-        choices=("inherit", "root", "children"))
+    trained: str = flag(
+        "all", "which nodes are trained: all, the roots, or the children",
+        choices=("all", "roots", "children"))
     children: str = flag(
         "mean", "weight of each of k children. mean: 1/k of its parent's; sum: the same",
         choices=("mean", "sum"))

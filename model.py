@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import hf
-from engine.attention import PackedLayout, Layout, again, gather, linear_float32
-from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, wide
+from engine.attention import PackedLayout, Layout, recomputed, gather, linear_float32
+from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, upcast
 from engine.lora import Adaptable, Linear
 from engine.packing import Pack
 from engine.parallel import local_share
@@ -116,8 +116,8 @@ class OffsetNorm(nn.RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + wide(self.weight)  # bfloat16 would round it
-        return F.rms_norm(wide(x), self.normalized_shape, weight, self.eps).to(x.dtype)
+        weight = 1 + upcast(self.weight)  # bfloat16 would round it
+        return F.rms_norm(upcast(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -180,12 +180,12 @@ class DeltaNet(nn.Module):
         q, k, v = F.silu(qkv).split(self.sizes, -1)
         q, k = (x.unflatten(2, self.key_shape) for x in (q, k))  # B T heads dimension
         v = v.unflatten(2, (-1, self.value_dim))  # B T heads dimension
-        rate, bias, a = map(wide, (self.A_log, self.dt_bias, self.in_proj_a(x)))
+        rate, bias, a = map(upcast, (self.A_log, self.dt_bias, self.in_proj_a(x)))
         decay = -rate.exp() * F.softplus(a + bias)  # B T heads
         strength = self.in_proj_b(x).sigmoid()  # B T heads
         out = layout.recur(self.layer, q, k, v, decay, strength)  # B T heads dimension
 
-        gate = F.silu(wide(self.in_proj_z(x))).view(out.shape)
+        gate = F.silu(upcast(self.in_proj_z(x))).view(out.shape)
         out = (self.norm(out) * gate).to(x.dtype)
         return self.out_proj(out.flatten(2))  # B T D
 
@@ -264,7 +264,7 @@ class Decoder(Adaptable):
         rope = rotation(positions_BT, turning, self.config.rope_theta, x.dtype)
         recompute = ids_BT.numel() > self.recompute_above
         for layer in self.model["layers"]:
-            x = again(layer, x, rope, layout) if recompute else layer(x, rope, layout)
+            x = recomputed(layer, x, rope, layout) if recompute else layer(x, rope, layout)
         return self.model["norm"](x)  # B T D
 
     def forward(self, ids_BT: Tensor) -> Tensor:

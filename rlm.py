@@ -32,7 +32,7 @@ from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, cut
 from tasks import Question
 from tasks.in_repl import source
-from tasks.text import about
+from tasks.text import estimated_tokens
 from tree import ENDS, Completion, Node, Refused, Sampling, Message
 from util import expect
 
@@ -65,7 +65,7 @@ class Growth:
         self.tokens_left = config.tree_tokens  # neither used nor reserved
         self.speaking = 0  # messages that are sampled now
         self.given_back = asyncio.Event()
-        self.seconds_left = config.seconds
+        self.seconds_left = config.tree_seconds
         self.root, self.query = Node(), question.query
         generated = question.answer is not None  # a user's own question has no gold
         if generated and config.style != "brief" and hasattr(self.task, "in_words"):
@@ -82,7 +82,7 @@ class Growth:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
         system, example, user = opening(node, query, context, self.task, self.config)
         self.nodes_left -= 1  # what does not fit costs a node, too
-        ids, size = (), sum(map(about, (system, *example, user)))
+        ids, size = (), sum(map(estimated_tokens, (system, *example, user)))
         if self.tokenizer and size < 4 * self.config.window:  # else it hardly fits
             ids = self.tokenizer.open(system, user, example)
             size = len(ids)
@@ -119,7 +119,7 @@ class Growth:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        used = len(node.ids) or sum(about(turn.text) for turn in node.conversation)
+        used = len(node.ids) or sum(estimated_tokens(turn.text) for turn in node.conversation)
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:
@@ -172,7 +172,7 @@ class Growth:
         if result.died == "memory" and not node.path:  # nobody's mistake but the user's
             raise Refused(result.error)
         self.seconds_left -= result.seconds
-        node.seconds += result.seconds
+        node.code_seconds += result.seconds
         if result.error:
             node.errors.append(turn)
         if not result.died:
@@ -197,7 +197,7 @@ class Growth:
             if self.tokenizer:
                 closed = node.messages[-1].ids[-1:] == (self.tokenizer.end_of_turn,)
                 ids = self.tokenizer.observe(text, closed)
-            size = len(ids) or about(text)
+            size = len(ids) or estimated_tokens(text)
             if size < most or not shown + told:
                 break
             shown, told = (shown // 2, told) if shown else (0, told // 2)

@@ -48,7 +48,7 @@ from repl import REPLError
 from rlm import local_policy
 from sampler import Sampler, SamplerError
 from tasks import Question
-from training import settings, steady
+from training import forgetting, settings
 from training.metrics import Clock, means, shares, totals
 from training.run import Run, State, flags_of_run, resuming
 from training.scores import WHAT_HELPS
@@ -222,8 +222,8 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         key = config.seed, state.step
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.trees_done()
-        credit = grpo.credits_of(setup.objective, trees, config)
-        batches = [grpo.make_sequences(trees, credit, config)
+        credits = grpo.credits_of(setup.objective, trees, config)
+        batches = [grpo.make_sequences(trees, credits, config)
                    for trees in grpo.minibatches(trees, config)]
         measured = update(run, model, optimizer, reference, batches)
         sequences = sum(batches, [])
@@ -231,7 +231,7 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         state.step += 1
         state.sampled += sum(node.sampled for r in trees for node in r.root.walk())
         state.silent = 0 if any(any(sequence.advantages) for sequence in sequences) else state.silent + 1
-        run.log_step(trees, credit, sequences, measured | clock.seconds())
+        run.log_step(trees, credits, sequences, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
             score = evaluate(run, model, sampler, "validation", questions.validation)
             if score > state.best:
@@ -251,18 +251,18 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
     lr, sums = learning_rate(config, run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     batches = [sequences for sequences in batches if sequences]
-    packs_of = [[grpo.compared(pack, config, model, reference)  # before the first step
+    packs_of = [[grpo.with_references(pack, config, model, reference)  # before the first step
                  for pack in packing.packs(sequences, plan, world, DEVICE)] for sequences in batches]
     for sequences, packs in zip(batches, packs_of):
-        part, watch = Counter(), steady.Watch(model, sequences, plan, world)
+        part, watch = Counter(), forgetting.Watch(model, sequences, plan, world)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack)
-            loss, watched = policy_loss(logprobs, entropy, pack, config, run.setup.loss)
+            loss, per_token = policy_loss(logprobs, entropy, pack, config, run.setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
-            part.update(totals(loss, watched))  # adds
+            part.update(totals(loss, per_token))  # adds
         parts = world.gather(part)
         norm = optimizer_step(model, optimizer, lr, sum(part["loss"] for part in parts))
-        forgot, left = steady.shorten(optimizer, watch.forgot)
+        forgot, left = forgetting.shorten(optimizer, watch.forgot)
         measured |= {"grad_norm": max(norm, measured["grad_norm"]),
                      "forgot": max(forgot, measured["forgot"]),
                      "step_left": min(left, measured["step_left"])}

@@ -121,7 +121,7 @@ class Node:
     # task's score here where --reward replaces it.
     score: float | None = None
     counted: int = 0  # sampled tokens of messages without ids, where a server counted them
-    seconds: float = 0.0  # of its code, as Result.seconds
+    code_seconds: float = 0.0  # of its code, as Result.seconds
 
     def add(self, message: Message) -> None:
         """Append a message. No tree edits an earlier one."""

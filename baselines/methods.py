@@ -17,7 +17,7 @@ from collections.abc import Callable
 import prompts
 from config import RLMConfig
 from tasks import Question, requests
-from tasks.text import about, as_text
+from tasks.text import estimated_tokens, as_text
 from tree import Node, Message
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
@@ -125,7 +125,7 @@ class Reader:
 
         def size(n: int) -> int:
             if self.tokenizer is None:
-                return about(system + prompt(n))
+                return estimated_tokens(system + prompt(n))
             return len(self.tokenizer.open(system, prompt(n)))
 
         return bisect.bisect(range(1, min(most, 8 * room) + 1), room, key=size)

@@ -14,13 +14,13 @@ from tree import Node, Tree
 
 # Which switches of GRPOConfig an objective reads, of those that some do not.
 READS = {
-    "leave_one_out": "credit children length updates kl",
-    "max_rl": "credit children length updates kl",
-    "node_mean": "credit length std updates kl",
-    "rao": "credit children length updates kl",
-    "filter": "credit children length updates kl",
-    "dpo": "credit children",
-    "own": "credit children length std updates kl",
+    "leave_one_out": "trained children length updates kl",
+    "max_rl": "trained children length updates kl",
+    "node_mean": "trained length std updates kl",
+    "rao": "trained children length updates kl",
+    "filter": "trained children length updates kl",
+    "dpo": "trained children",
+    "own": "trained children length std updates kl",
 }
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the score from which `filter` learns from a tree

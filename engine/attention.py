@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from engine.delta import Runs, convolve, rule, taps
-from engine.device import wide
+from engine.device import upcast
 from engine.packing import by_prefix
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new shape
@@ -44,15 +44,15 @@ class Layout:
         flat = F.pad(x.flatten(0, 1), (0, 0, 0, 1))  # the last row precedes first tokens
         before = np.append(np.where(self.before < 0, count, self.before), count)
         index = torch.as_tensor(taps(before, count, weight.shape[2]), device=x.device)
-        return again(convolve, flat, index, weight).view(x.shape)
+        return recomputed(convolve, flat, index, weight).view(x.shape)
 
     def recur(self, layer: int, *inputs: Tensor) -> Tensor:
         """q, k, v (B, T, heads, dimension) and decay, strength (B, T, heads): as v."""
         flat = [x.flatten(0, 1) for x in inputs]
-        return again(rule, *flat, self.runs)[0].view(inputs[2].shape)
+        return recomputed(rule, *flat, self.runs)[0].view(inputs[2].shape)
 
 
-def again(function, *inputs):
+def recomputed(function, *inputs):
     """Call it, and keep only its inputs: the backward pass calls it once more. For what
     keeps much more than it is given (activation checkpointing)."""
     if not torch.is_grad_enabled():
@@ -126,14 +126,14 @@ def lower_right(n: int, all: int, device) -> Tensor:
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x (C, ...) by index. In float32, so that their gradients are summed in it."""
-    return wide(x).index_select(0, index).to(x.dtype)
+    return upcast(x).index_select(0, index).to(x.dtype)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """A row's last n tokens (n, H, E) attend to all T (T, K, E): (1, H, n, E)."""
     dtype = q.dtype
     if not q.is_cuda:  # there 16 bits take up to five times as long (measured)
-        q, k, v = wide(q), wide(k), wide(v)
+        q, k, v = upcast(q), upcast(k), upcast(v)
         mask = None if mask is None else mask.to(q.dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(
@@ -143,11 +143,11 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in float32, without gradients, of matrices of one type. bfloat16 would round
     logits of about 20 to 0.06."""
-    if wide(x) is x:
+    if upcast(x) is x:
         return F.linear(x, weight)
     if x.is_cuda:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    x, y = wide(x), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    x, y = upcast(x), x.new_empty(len(x), len(weight), dtype=torch.float32)
     for rows, out in zip(weight.split(CONVERTED), y.split(CONVERTED, 1)):
-        torch.mm(x, wide(rows).T, out=out)
+        torch.mm(x, upcast(rows).T, out=out)
     return y

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import wide
+from engine.device import upcast
 
 CHUNK = 64  # tokens
 # What is nearly forgotten is so small that a CPU multiplies it five times as slowly. Now
@@ -101,7 +101,7 @@ def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, runs:
     the matrices of runs that continue no other run; by default zeros. Returns the output,
     (N, H, V) of the type of v, and the matrices at the end of every chunk, (n, H, K, V)."""
     (J, K), (H, V), dtype = k.shape[1:], v.shape[1:], v.dtype
-    q, k, v, decay, strength = map(wide, (q, k, v, decay, strength))
+    q, k, v, decay, strength = map(upcast, (q, k, v, decay, strength))
     q, k = unit(q) * K ** -0.5, unit(k)
 
     def cut(x: Tensor, heads: int) -> Tensor:  # N heads ... -> n J G T ...
@@ -151,7 +151,7 @@ def rule_step(matrices: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
     """One token each of B requests: the output (B, H, V). Their matrices, `slots` (B,) of
     `matrices` (S, H, K, V), are changed in place."""
     (J, K), H, dtype = k.shape[1:], v.shape[1], v.dtype
-    q, k, v, decay, strength = map(wide, (q, k, v, decay, strength))
+    q, k, v, decay, strength = map(upcast, (q, k, v, decay, strength))
     q, k = (unit(x).repeat_interleave(H // J, 1) for x in (q, k))  # B H K
     S = matrices[slots] * decay.exp()[..., None, None]  # B H K V
     found = (k[:, :, None] @ S)[:, :, 0]  # B H V

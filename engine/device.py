@@ -40,7 +40,7 @@ def compute_dtype(path: str = "") -> torch.dtype:
     return torch.bfloat16 if fast and stored in ("bfloat16", "float16") else torch.float32
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def upcast(x: torch.Tensor) -> torch.Tensor:
     """In float32, or in float64 if it is of that type."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

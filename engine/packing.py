@@ -23,13 +23,13 @@ def by_prefix(sequences: list[list[int]]) -> tuple[list[int], list[int]]:
     shared` counts each prefix once, except short ones."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     arrays = [np.asarray(sequences[i]) for i in order]
-    shared = [common(before, sequence) for before, sequence in pairwise(arrays)]
+    shared = [common_prefix(before, sequence) for before, sequence in pairwise(arrays)]
     shared = [n if n >= WORTH_SHARING * len(sequence) else 0
               for n, sequence in zip(shared, arrays[1:])]
     return order, [0, *shared][:len(sequences)]
 
 
-def common(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """The length of the common prefix."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
@@ -49,15 +49,15 @@ class Load:
         self.cost += cost
 
 
-def alike(sequences: list, limit: float, attention_cost: float,
-          seen_cost: float) -> list[Load]:
+def prefix_groups(sequences: list, limit: float, attention_cost: float,
+          copy_cost: float) -> list[Load]:
     """The sequences that begin alike in packs of at most this size, or of one sequence. In the order
     of their tokens, a sequence joins the one before it, unless the two share little: small packs
     are easier to divide."""
     result = []
     for i, shared in zip(*by_prefix([sequence.ids for sequence in sequences])):
         length = len(sequences[i].ids)
-        size = (1 + seen_cost) * length
+        size = (1 + copy_cost) * length
         before = result[-1].size if result else limit
         if before + size - shared > limit or shared < WORTH_SHARING * before:
             result.append(Load())
@@ -68,7 +68,7 @@ def alike(sequences: list, limit: float, attention_cost: float,
 
 
 def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
-                  seen_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
+                  copy_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
     """This rank's share of the sequences, as packs of at most max_tokens distinct tokens. Each
     token of a sequence adds seen_cost to that, for the copy of its keys and values.
 
@@ -86,10 +86,10 @@ def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
             min(with_room, key=attrgetter("cost")).add(unit.sequences, unit.size, unit.cost)
         return True
 
-    units = alike(sequences, max_tokens, attention_cost, seen_cost)
+    units = prefix_groups(sequences, max_tokens, attention_cost, copy_cost)
     if ranks > 1:  # so small that no rank is left without
         limit = min(max_tokens, sum(unit.size for unit in units) / ranks)
-        units = alike(sequences, limit, attention_cost, seen_cost)
+        units = prefix_groups(sequences, limit, attention_cost, copy_cost)
     tokens = sum(min(unit.size, max_tokens) for unit in units)
     count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
     while not placed(units, packs := [Load() for _ in range(count)]):
@@ -117,7 +117,7 @@ class Pack:
 def packs(sequences: list, plan, world, device) -> list[Pack]:
     """This rank's share of the sequences, as packs on the device. `plan` is a Plan."""
     plan = plan.for_packs
-    shares = divided(sequences, plan.pack_tokens, plan.attention_cost, plan.seen_cost,
+    shares = divided(sequences, plan.pack_tokens, plan.attention_cost, plan.copy_cost,
                            world.rank, world.size)
     return [collate(share, device) for share in shares]
 

@@ -59,7 +59,7 @@ class Plan:
     dtype: torch.dtype
     have: int  # bytes of the device
     recompute_above: float = math.inf  # tokens of a pass with activation checkpointing
-    apart: bool = False  # the sampler computes adapters beside the trainer's weights
+    unmerged: bool = False  # the sampler computes adapters beside the trainer's weights
     device: str = DEVICE
     most_windows: int = MOST_WINDOWS  # that the trees of a step or an evaluation can fill
     reference: bool = False  # a KL term has a frozen model of its own
@@ -102,7 +102,7 @@ class Plan:
         return self.layers[0] * self.widths[1] / self.sizes.model
 
     @property
-    def seen_cost(self) -> float:
+    def copy_cost(self) -> float:
         """Bytes of one token's keys and values, copied for a row that shares it, divided by
         the bytes that a computed token keeps. For a moment, flash attention's backward
         pass also holds gradients of the copy, of each query head's, and their sums in
@@ -180,7 +180,7 @@ class Plan:
             gathered += (sizes.embedding + sizes.layer) * (size + 4)
             trained, weights = sizes.model, 4 * sizes.model
         casts = ranks > 1 or (not self.lora_rank and size != 4)
-        copies = casts or (self.lora_rank and not self.apart)
+        copies = casts or (self.lora_rank and not self.unmerged)
         parts = {
             "weights": weights // ranks,
             "reference": self.reference * sizes.model * size // ranks,
@@ -207,7 +207,7 @@ class Plan:
         fits, the last try."""
         changes = [{}, {"recompute_above": SHORT}, {"recompute_above": 0}]
         if self.lora_rank and ranks == 1:
-            changes.append({"recompute_above": 0, "apart": True})
+            changes.append({"recompute_above": 0, "unmerged": True})
         longest = (self.window - 1) // WINDOW_STEP * WINDOW_STEP
         windows = [self.window, *range(longest, LEAST_WINDOW - 1, -WINDOW_STEP)]
         tries = [replace(self, window=window, **change)

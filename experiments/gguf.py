@@ -38,7 +38,7 @@ SOURCES = {  # NAME -> packages in the order of their parts; bytes and SHA-256 o
 }
 CUTS = {"qwen2": "qwen", "smollm": "digits"}  # tokenizer.ggml.pre -> its name here
 TREES = RLMConfig(max_turns=3, turn_tokens=160, window=4096, max_nodes=16,
-                  tree_tokens=8_000, seconds=120.0,
+                  tree_tokens=8_000, tree_seconds=120.0,
                   limits=Limits(seconds=10.0, output_chars=2_000))  # for two cores
 BRIEF = replace(TREES, style="brief", turn_tokens=192, window=2048, max_nodes=32)
 

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import tasks
 from tasks import Question
-from tasks.text import about, as_text
+from tasks.text import estimated_tokens, as_text
 from util import MISREAD
 
 MOST_REASONS = 10  # that are printed of rows left out
@@ -81,7 +81,7 @@ class Questions:
     def described(self) -> str:
         """For people: how many there are, how long, and what their gold answers score."""
         asked = self.rows or [self.draw("grpo", i) for i in range(100)]
-        longest = max(about(as_text(question.context)) for question in asked)
+        longest = max(estimated_tokens(as_text(question.context)) for question in asked)
         lines = [f"{len(self.rows) or 'generated'} questions to train on, "
                  f"{len(self.validation)} for validation, {len(self.heldout)} held out; "
                  f"contexts of at most about {longest:,} tokens"]

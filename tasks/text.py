@@ -63,7 +63,7 @@ def make_sentence(rng: random.Random, term: str) -> str:
     return rng.choice((f"{head} of {term} {tail}", f"{head} with {term} {tail}"))
 
 
-def about(text: str) -> int:
+def estimated_tokens(text: str) -> int:
     """Roughly the tokens of a text: one per four bytes of UTF-8."""
     return len(text.encode("utf-8", "replace")) // 4
 

@@ -67,7 +67,7 @@ def test_without_adapters_it_is_the_model_that_it_was_which_is_a_runs_reference(
     changed = logits(model)
     ids = some_ids(model)[:1]
     row = Sequence(ids[0].tolist(), [0] + [1] * (ids.shape[1] - 1), [], [], 1.0)
-    pack = grpo.compared(collate([row], "cpu"), GRPOConfig(kl=0.1), model, None)
+    pack = grpo.with_references(collate([row], "cpu"), GRPOConfig(kl=0.1), model, None)
     assert torch.equal(pack.reference_logprobs, base.logprobs(pack)[0])
     assert torch.equal(logits(model), changed)
 

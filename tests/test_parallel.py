@@ -27,7 +27,7 @@ from model import Decoder, DecoderConfig
 from repl import REPLError
 from tasks.questions import Questions
 from tokenizer import Tokenizer
-from training import checkpoint, setup, steady
+from training import checkpoint, setup, forgetting
 from training import trees as many
 from training.run import Run
 from tree import Node, Tree, Message
@@ -77,7 +77,7 @@ def take_step(out, kind, number, world):
     """Resume, take one step, save. Of two ranks the first gets 3 rows, the other one 7.
     Returns loss, gradients, weights and metrics."""
     found, optimizer_step = {}, train.optimizer_step
-    compared = grpo.compared
+    compared = grpo.with_references
     row = grpo.Sequence([*range(9)], [0] + [1] * 8, [0.0] * 9, [], 1.0)
 
     def watch(model, *more):
@@ -109,8 +109,8 @@ def take_step(out, kind, number, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "compute_dtype", lambda path: torch.float64)
         patch.setattr(plan, "LEAST_ROW", 512)  # several micro-batches
-        patch.setattr(steady, "MOST", -1.0 if number == SHORT_STEP else 1.0)
-        patch.setattr(steady, "HALVINGS", 4)
+        patch.setattr(forgetting, "MOST", -1.0 if number == SHORT_STEP else 1.0)
+        patch.setattr(forgetting, "HALVINGS", 4)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
         patch.setattr(train, "sample_trees", collect)

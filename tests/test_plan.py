@@ -95,7 +95,7 @@ def saved_by_autograd(config, dtype, rank, rows, monkeypatch):
         return out.requires_grad_() if function is delta.convolve else (
             out[0].requires_grad_(), None)
 
-    monkeypatch.setattr(attention, "again", again)
+    monkeypatch.setattr(attention, "recomputed", again)
     packed = PackedLayout(sum(rows, []), list(map(len, rows)), "cpu")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.hidden(packed.computed[None] % 50, packed.positions[None], packed)
@@ -113,7 +113,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
     monkeypatch.setattr(plan, "LEAST_ROW", 512)
     two = of_family(family, num_hidden_layers=2)
     keeps = {"lora_rank": rank, "dtype": dtype, "recompute_above": math.inf}
-    cost = of(two, **keeps).seen_cost * (shared > 0)
+    cost = of(two, **keeps).copy_cost * (shared > 0)
     number = int((512 - shared) / (16 + cost * (shared + 16)))
     rows = [[0] * shared + [1 + i] * 16 for i in range(number)]
     saved, planned = [], []
@@ -131,7 +131,7 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
     and 8 in float32."""
     plan = of(device="cuda", window=32_768)
     rows = [Sequence([0] * 4000 + [1 + i] * 160, [], [], [], 1.0) for i in range(64)]
-    packs = divided(rows, plan.pack_tokens, plan.attention_cost, plan.seen_cost)
+    packs = divided(rows, plan.pack_tokens, plan.attention_cost, plan.copy_cost)
     assert sum(map(len, packs)) == 64
     for pack in packs:
         computed, seen = 4000 + 160 * len(pack), 4160 * len(pack)
@@ -143,7 +143,7 @@ def test_only_rows_longer_than_a_short_pack_are_computed_again():
     plan = of(window=32_768, lora_rank=16, device="cuda", recompute_above=SHORT)
     rows = [Sequence([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
     short = plan.for_packs
-    packs = divided(rows, short.row, short.attention_cost, short.seen_cost)
+    packs = divided(rows, short.pack_tokens, short.attention_cost, short.copy_cost)
     sizes = [sum(len(row.ids) for row in pack) for pack in packs]
     assert max(sizes) == 6000 and sorted(sizes)[-2] <= SHORT < 8192 < sum(sizes)
     # Each of the two kinds fits into what is planned.
@@ -186,7 +186,7 @@ def test_the_longest_window_that_fits_with_the_least_change(
         wanted = replace(wants, have=part * most // 400)
         plan = wanted.fitted(ranks)
         assert fitting(plan.window)[:1] == [plan] * plan.fits(ranks)
-        assert plan.fits(ranks) or (plan.window, plan.apart) == (4096, changes == 4)
+        assert plan.fits(ranks) or (plan.window, plan.unmerged) == (4096, changes == 4)
         assert plan.window == 30_000 or not fitting(min(plan.window + 1024, 30_000))
-        seen.add((plan.window < 30_000, plan.recompute_above, plan.apart))
+        seen.add((plan.window < 30_000, plan.recompute_above, plan.unmerged))
     assert (True, 0, changes == 4) in seen  # (shorter, recompute_above, apart)

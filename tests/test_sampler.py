@@ -14,7 +14,7 @@ import torch
 
 import engine.pages
 import sampler as sampler_module
-from engine.device import wide
+from engine.device import upcast
 from engine.pages import token_bytes
 from engine.prefix import PrefixCache
 from engine.states import States, state_bytes
@@ -168,9 +168,9 @@ def slow_decode(q, keys, values, lengths, tables):
     group = q.shape[1] // keys.shape[2]
     for b, n in enumerate(lengths.tolist()):
         assert n <= tables.shape[1] * keys.shape[1]
-        rows = (wide(x[tables[b].long()].flatten(0, 1)[:n]) for x in (keys, values))
+        rows = (upcast(x[tables[b].long()].flatten(0, 1)[:n]) for x in (keys, values))
         k, v = (x.repeat_interleave(group, 1) for x in rows)  # T H E
-        scores = torch.einsum("he,the->ht", wide(q[b]), k) * q.shape[2] ** -0.5
+        scores = torch.einsum("he,the->ht", upcast(q[b]), k) * q.shape[2] ** -0.5
         out[b] = torch.einsum("ht,the->he", scores.softmax(-1), v).to(q.dtype)
     return out
 

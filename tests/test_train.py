@@ -38,7 +38,7 @@ from tasks import Task
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
-from training import checkpoint, settings, setup, steady
+from training import checkpoint, settings, setup, forgetting
 from training.run import Run, State, find, weights_of
 from tree import Tree, Sampling, Message, read_trees, write_trees
 from util import read_flags
@@ -255,7 +255,7 @@ def test_a_step_that_forgets_too_much_is_shortened(
 
             def watch(model, optimizer, *more):
                 found.append(copies(model))
-                monkeypatch.setattr(steady, "MOST", most if len(found) == 6 else 1.0)
+                monkeypatch.setattr(forgetting, "MOST", most if len(found) == 6 else 1.0)
                 return optimizer_step(model, optimizer, *more)
 
             with monkeypatch.context() as patch:
@@ -269,12 +269,12 @@ def test_a_step_that_forgets_too_much_is_shortened(
             assert torch.equal(start, again[name])
             want = start + short["step_left"] * (full[name] - start)
             torch.testing.assert_close(shorter[name], want, rtol=1e-5, atol=1e-7)
-    assert steady.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
+    assert forgetting.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
 
 
 def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
     """At the worst depth. Of the second depth every other node is watched."""
-    monkeypatch.setattr(steady, "WATCHED", 3)
+    monkeypatch.setattr(forgetting, "WATCHED", 3)
     model = Decoder.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
     rows = [Sequence([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
@@ -287,9 +287,9 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
             return [model(torch.tensor([row.ids]))[0, 29:-1].log_softmax(-1).gather(
                 1, torch.tensor(row.ids[30:])[:, None]).sum().item() for row in rows]
 
-    pack = SimpleNamespace(row=100, attention_cost=0.0, seen_cost=0.0)
+    pack = SimpleNamespace(pack_tokens=100, attention_cost=0.0, copy_cost=0.0)
     plan = SimpleNamespace(for_packs=pack, dtype=torch.float32)
-    watch, before = steady.Watch(model, rows, plan, World()), scores()
+    watch, before = forgetting.Watch(model, rows, plan, World()), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         for weight in model.parameters():
@@ -307,10 +307,10 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
     model, rng = copy.deepcopy(master).bfloat16(), random.Random(0)
     rows = [Sequence([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [], [1.0],
                 1.0) for _ in range(16)]
-    pack = SimpleNamespace(row=2000, attention_cost=0.0, seen_cost=0.0)
+    pack = SimpleNamespace(pack_tokens=2000, attention_cost=0.0, copy_cost=0.0)
     forgot = []
     for dtype in (torch.float32, torch.bfloat16):  # what the plan says of the same model
-        watch = steady.Watch(model, rows, SimpleNamespace(for_packs=pack, dtype=dtype),
+        watch = forgetting.Watch(model, rows, SimpleNamespace(for_packs=pack, dtype=dtype),
                              World())
         with torch.no_grad():
             for weight, wide in zip(model.parameters(), master.parameters()):
@@ -319,7 +319,7 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
         forgot.append(watch.forgot())
     assert forgot[0] > 0.03 and forgot[1] < 0.01
     drawn = -torch.expm1(0.7 * torch.randn(10 ** 6)).clamp(max=0)
-    assert steady.expected_loss(0.7) == pytest.approx(drawn.mean().item(), abs=1e-3)
+    assert forgetting.expected_loss(0.7) == pytest.approx(drawn.mean().item(), abs=1e-3)
 
 
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
@@ -569,7 +569,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     for flags, says in (
             ((), "holds a run: --resume continues it"),
             (("--resume", "--seed", 7), "seed is 0; a resumed run cannot change it"),
-            (("--resume", "--credit", "root"), "credit is 'inherit'")):
+            (("--resume", "--trained", "root"), "credit is 'inherit'")):
         assert says in command(train, monkeypatch, *SHORT, "--out", short_run, *flags)
         assert files() == before
 
@@ -591,7 +591,7 @@ def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
     (["--model", "/nowhere"], "/nowhere"),
     (["--resume"], "holds no run to resume"),
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--credit", "both"], "inherit or root or children"),
+    (["--trained", "both"], "inherit or root or children"),
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1: it has to be at least 2"),
     (["--card", "80"], "--card needs --plan"),

@@ -101,12 +101,12 @@ def line(m: dict, steps: int) -> str:
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
 
 
-def totals(loss: Tensor, watched: dict[str, Tensor]) -> Counter:
+def totals(loss: Tensor, per_token: dict[str, Tensor]) -> Counter:
     """The loss of a pack, the number of its tokens, and sums over them: of what
     grpo.policy_loss returned. `update` of a Counter adds those of other packs and ranks."""
-    sums = torch.stack([*watched.values()]).sum(1).tolist()
-    count = len(watched["gap"])
-    return Counter(dict(zip(watched, sums)), loss=loss.item(), count=count)
+    sums = torch.stack([*per_token.values()]).sum(1).tolist()
+    count = len(per_token["gap"])
+    return Counter(dict(zip(per_token, sums)), loss=loss.item(), count=count)
 
 
 def means(sums: Counter, steps: int = 1) -> dict:

@@ -45,20 +45,20 @@ class State:
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
     best: float = -1e9  # score on the questions for validation
     results: dict = field(default_factory=dict)  # by name: a summary, and all scores
-    seconds: float = 0.0
+    elapsed: float = 0.0  # seconds
     logged: int = 0  # bytes of metrics.jsonl
     checkpoint: str = ""  # the directory that the run continues from, if there is one
 
 
-def found(config: Config, world: World) -> State:
+def starting_state(config: Config, world: World) -> State:
     """What the run continues from, or begins with, on all ranks. Raises ValueError if --out
     holds a run and --resume is not given, or the other way round; if it holds anything
     else; or if a flag cannot change."""
-    state = find(config) if world.rank == 0 else None
+    state = _starting_state(config) if world.rank == 0 else None
     return world.gather(state)[0]
 
 
-def find(config: Config) -> State:
+def _starting_state(config: Config) -> State:
     out, earlier = config.out, os.path.join(config.out, "run.json")
     holds_run = os.path.exists(earlier)
     if os.path.isdir(out) and os.listdir(out) and not holds_run:
@@ -130,7 +130,7 @@ class Run:
         """Begin to write. What was measured after the checkpoint is forgotten."""
         self.setup, self.state = setup, state
         self.config, self.world, self.out = setup.config, setup.world, setup.config.out
-        self.began = setup.began - state.seconds
+        self.began = setup.began - state.elapsed
         self.saved = self.reported = self.trimmed = time.monotonic()
         self.shown: dict[int, str] = {}  # the trees of the last steps, for the report
         if self.world.rank == 0:
@@ -153,15 +153,15 @@ class Run:
             if self.setup.tracker:
                 self.setup.tracker(row)
 
-    def log_step(self, trees: list[Tree], credit: dict, sequences: list,
+    def log_step(self, trees: list[Tree], credits: dict, sequences: list,
                  measured: dict) -> None:
         """A step of GRPO: its JSON line, its line for people, and now and then a tree and
         the report page. `credit` are the Credits of the nodes, `sequences` those trained on."""
         row = {"phase": "grpo", "step": self.state.step, **measured, "sequences": len(sequences),
                "sequence_tokens": sum(len(sequence.ids) for sequence in sequences),
-               **metrics.describe(trees, credit)}
+               **metrics.describe(trees, credits)}
         self.log(row)
-        self.keep_trees(trees, credit)
+        self.keep_trees(trees, credits)
         print(metrics.line(row, self.config.steps))
         if self.state.step == 1 < self.config.steps:
             seconds = sum(row[name] for name in ("sample_s", "repl_s", "update_s"))
@@ -174,13 +174,13 @@ class Run:
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self.report()
 
-    def keep_trees(self, trees: list[Tree], credit: dict) -> None:
+    def keep_trees(self, trees: list[Tree], credits: dict) -> None:
         """OUT/trees/STEP.jsonl, which --warmup can imitate, and the same for the report,
         with advantages. Those of the oldest step go."""
         if self.world.rank:
             return
         advantages = {node: statistics.fmean(given.advantages)
-                      for node, given in credit.items() if given.advantages}
+                      for node, given in credits.items() if given.advantages}
         trees = [(f"#{i}", tree) for i, tree in enumerate(trees)]
         step = self.state.step
         os.makedirs(self.path("trees"), exist_ok=True)
@@ -201,7 +201,7 @@ class Run:
         mean."""
         records = [scores.record_of(tree) for tree in trees]
         row = scores.summary(records, trees[0].question.task, None,
-                             scores.trained_as(self.setup.rlm_config))
+                             scores.method_of(self.setup.rlm_config))
         self.state.results[name] = row | {"by_question": scores.by_question(records)}
         self.log({"phase": "eval", "name": name, "step": self.state.step,
                   "sampled": self.state.sampled, **row})
@@ -270,7 +270,7 @@ class Run:
                 checkpoint.save_optimizer(
                     model, optimizer, os.path.join(aside, "optimizer"))
             if self.world.rank == 0:
-                state.seconds = self.elapsed()
+                state.elapsed = self.elapsed()
                 state.logged = os.path.getsize(self.path("metrics.jsonl"))
                 write_json(os.path.join(aside, "state.json"), asdict(state))
         self.saved = time.monotonic()
@@ -302,7 +302,7 @@ class Run:
             rows = self.state.results
             means = {name: row["score"] for name, row in rows.items()}
             write_json(self.path("result.json"), {
-                "seed": self.config.seed, "credit": self.config.credit, **means,
+                "seed": self.config.seed, "trained": self.config.trained, **means,
                 "heldout_n": rows["heldout_final"]["n"], "differences": self.gains(),
                 "sampled_tokens": self.state.sampled,
                 "seconds": round(self.elapsed(), 1), "flags": asdict(self.config)})

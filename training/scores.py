@@ -21,7 +21,7 @@ WHAT_HELPS = (  # where all trees of a question score alike
     "raise --group")
 
 
-def trained_as(config: RLMConfig) -> str:
+def method_of(config: RLMConfig) -> str:
     """The method that a checkpoint was trained as."""
     return f"rlm{config.max_depth if config.max_nodes > 1 else 0}"
 

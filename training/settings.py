@@ -132,7 +132,7 @@ def filled_in(config: Config, width: int) -> Config:
     return replace(config, **missing)
 
 
-def announced(config: Config, rlm_config, plan) -> str:
+def described(config: Config, rlm_config, plan) -> str:
     """What a run begins with and why, for people."""
     made = defaults(plan.config.hidden_size) is SCRATCH
     kind = "made from nothing" if made else "pretrained"

@@ -30,7 +30,7 @@ from tasks.questions import Questions
 from tasks.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
 from training import checkpoint, settings
-from training.run import State, claim, found, frozen, resuming, weights_of
+from training.run import State, claim, starting_state, frozen, resuming, weights_of
 from training.settings import Config
 from training.trees import collect
 from tree import Tree, printable
@@ -41,7 +41,7 @@ TINY_MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4,
                   num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                   max_position_embeddings=384, rope_theta=1e4)
 TINY_RLM = RLMConfig(max_depth=1, max_turns=3, turn_tokens=64, window=384, max_nodes=7,
-                     seconds=60.0, style="brief",
+                     tree_seconds=60.0, style="brief",
                      limits=Limits(seconds=5.0, output_chars=200))
 TINY_VOCABULARY = 2048
 TOKENIZER_TREES = 768
@@ -91,7 +91,7 @@ def prepare(config: Config, world: World, objective: Callable,
         raise ValueError(f"--objective own: {task.__file__} has no function part_score")
     questions = Questions(task, config.data, config.seed, config.heldout,
                           config.eval_every > 0)
-    state = State() if config.plan else found(config, world)
+    state = State() if config.plan else starting_state(config, world)
     saved = []
     if state.phase == "warmup" and config.warmup not in ("", "scripts"):
         saved = saved_trees(config.warmup)
@@ -112,21 +112,21 @@ def prepare(config: Config, world: World, objective: Callable,
     rlm_config = replace(rlm_config, task=name, window=plan.window)
     setup = Setup(config, world, began, questions, reward, objective, loss, tracker, plan,
                   tokenizer, rlm_config, saved)
-    announce(setup, wanted)
+    print_start(setup, wanted)
     if not config.plan and not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
                          "--lora-rank 16, more devices or a smaller model; see --plan")
     return setup, state
 
 
-def announce(setup: Setup, wanted: Plan) -> None:
+def print_start(setup: Setup, wanted: Plan) -> None:
     """What the run begins with, for people; with --plan also its questions, and the first
     as the model will read it."""
     config, plan, questions = setup.config, setup.plan, setup.questions
     if config.plan or plan != wanted:
         print(wanted.described())
     root = Growth(questions.draw("grpo", 0), None, setup.tokenizer, setup.rlm_config).root
-    print(settings.announced(config, setup.rlm_config, plan))
+    print(settings.described(config, setup.rlm_config, plan))
     used = "does not fit" if root.end else f"takes {len(root.ids):,} of them"
     print(f"a window of {plan.window:,} tokens; the first prompt {used}")
     if config.plan:
@@ -195,7 +195,7 @@ def make_sampler(setup: Setup, model: Decoder) -> Sampler:
     plan = setup.plan
     return Sampler(model, memory=plan.need(setup.world.size)["KV cache"],
                    batch=MOST_REQUESTS[plan.device], window=plan.window, dtype=plan.dtype,
-                   copy=setup.config.lora_rank > 0 and not plan.apart)
+                   copy=setup.config.lora_rank > 0 and not plan.unmerged)
 
 
 def reference_of(setup: Setup, state: State) -> Decoder | None:

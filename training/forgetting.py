@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, model, sequences: list, plan, world):
         self.model, self.world = model, world
         self.rounding = ROUNDING if plan.dtype == torch.bfloat16 else 0.0
-        self.packs = packing.packs(watched(sequences), plan, world, DEVICE)
+        self.packs = packing.packs(good_sequences(sequences), plan, world, DEVICE)
         self.before = self.logprobs()
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ def expected_loss(deviation: float) -> float:
     return (1 - torch.special.erfcx(x).item()) / 2
 
 
-def watched(sequences: list) -> list:
+def good_sequences(sequences: list) -> list:
     """Sequences with a positive advantage, at most WATCHED per depth."""
     by_depth = defaultdict(list)
     for sequence in sequences:
