@@ -79,7 +79,8 @@ def aloud(policy: Callable) -> Callable:
     """The policy, which says on stderr what a node reads and then what it wrote. Children
     run side by side."""
     async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
-        size = len(node.ids) or sum(estimated_tokens(turn.text) for turn in node.conversation)
+        texts = [message.text for message in node.conversation]
+        size = len(node.ids) or sum(map(estimated_tokens, texts))
         read = cut(printable(node.messages[-1].text), SHOWN)
         print(f"--- {node.name} reads {size:,} tokens, which end with\n{read}",
               file=sys.stderr)

@@ -151,8 +151,8 @@ def earlier(path: str, questions: dict[tuple, list[Question]]) -> dict[tuple, di
     return {(*of, path): scores for of in questions}
 
 
-async def answer(method: str, question: Question, policy, tokenizer, config: RLMConfig, key: tuple,
-                 reward: Callable | None = None) -> tuple[dict, Tree]:
+async def answer(method: str, question: Question, policy, tokenizer, config: RLMConfig,
+                 key: tuple, reward: Callable | None = None) -> tuple[dict, Tree]:
     """Answer a question. Returns the record, with tokens and seconds, and the tree."""
     used: Counter = Counter()  # tokens: prompt, sampled
     begun = time.monotonic()
@@ -169,7 +169,8 @@ async def answer(method: str, question: Question, policy, tokenizer, config: RLM
         return done
 
     grown = partial(made_by, question, counted, tokenizer, config, key)
-    tree = Tree(question, f"{method} {question.id}", *await attempt(grown, question, reward))
+    grown = await attempt(grown, question, reward)
+    tree = Tree(question, f"{method} {question.id}", *grown)
     return record_of(tree) | {"in": used["prompt"], "out": used["sampled"],
                               "seconds": round(time.monotonic() - begun, 3)}, tree
 
@@ -202,7 +203,8 @@ def measure(flags: EvalConfig) -> None:
         chosen = policy
         if flags.policy:
             oracle = asked[question.task].oracle
-            chosen = scripted(lambda node, key: message_of(oracle, question, node), tokenizer)
+            chosen = scripted(
+                lambda node, key: message_of(oracle, question, node), tokenizer)
         record, tree = await answer(
             method, question, chosen, tokenizer, config, key, reward)
         # A seed gives the context again.

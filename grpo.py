@@ -23,8 +23,8 @@ over the k_y children of y that sampled a token, and the sampled tokens t of y. 
              rho_t its gradient is that of the KL, too (DeepSeek-V3.2, 2512.02556)
 
 The functions stand in the order of the equation. All weights are known before the first
-forward pass. So the loss depends neither on how sequences are packed (engine/packing.py) nor on
-which rank computes them. Left out: a value function, and scores of single turns.
+forward pass. So the loss depends neither on how sequences are packed (engine/packing.py)
+nor on which rank computes them. Left out: a value function, and scores of single turns.
 
 Others' rules of credit are in docs/objective.md, what they reach in docs/results.md.
 """
@@ -139,9 +139,9 @@ class Sequence:
 
 def make_sequences(trees: list[Tree], credits: dict[Node, Credit],
               config: GRPOConfig) -> list[Sequence]:
-    """The batch as sequences: one per node that has a credit and sampled a token. Sequences without
-    an advantage are dropped unless there is a KL term. The loss is a mean over all trees
-    (or tokens), and those of dropped sequences are counted in its denominator."""
+    """The batch as sequences: one per node that has a credit and sampled a token. Sequences
+    without an advantage are dropped unless there is a KL term. The loss is a mean over all
+    trees (or tokens), and those of dropped sequences are counted in its denominator."""
     trees = [tree for tree in trees if not tree.failed]
     nodes = [node for tree in trees for node in tree.root.walk() if node in credits]
     tokens = sum(node.sampled for node in nodes)

@@ -14,7 +14,8 @@ policy, and the result is a tree of nodes.
   counts only the time of the tree's code, so a busy machine changes no score.
 
 The policy is any awaitable policy(node, max_tokens, key) -> Completion. Without a tokenizer
-(None) messages carry text only. Many trees: training/trees.py. A trained model to ask: ask.py.
+(None) messages carry text only. Many trees: training/trees.py. A trained model to ask:
+ask.py.
 
 Left out: answers in prose, which the paper (Recursive Language Models, arXiv 2512.24601)
 accepts. Here only a call inside the REPL answers.
@@ -76,8 +77,8 @@ class Growth:
             self.root.end = "window"
 
     def open(self, node: Node, query: str, context: Any) -> str:
-        """Give a node its opening messages and count it. Returns what is wrong: that there is
-        no node left, or no room for an answer; else ""."""
+        """Give a node its opening messages and count it. Returns what is wrong: that there
+        is no node left, or no room for an answer; else ""."""
         if self.nodes_left < 1:
             return f"Error: the tree's budget of {self.config.max_nodes} nodes is used up"
         system, example, user = opening(node, query, context, self.task, self.config)
@@ -119,7 +120,8 @@ class Growth:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        used = len(node.ids) or sum(estimated_tokens(turn.text) for turn in node.conversation)
+        texts = [message.text for message in node.conversation]
+        used = len(node.ids) or sum(map(estimated_tokens, texts))
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:

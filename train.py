@@ -142,7 +142,8 @@ def warm_up(setup: Setup, state: State) -> Run:
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
-        batch = rng.choices(nodes, k=settings.defaults(plan.config.hidden_size).warmup_nodes)
+        count = settings.defaults(plan.config.hidden_size).warmup_nodes
+        batch = rng.choices(nodes, k=count)
         loss = imitate(batch, plan, setup.world, model)
         rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
@@ -189,8 +190,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     for node in [node for tree in trees for node in tree.root.walk()]:
         node.messages = setup.tokenizer.encode_messages(node.messages, node.example)
     if not trees:
-        sequences = config.warmup_steps * settings.defaults(plan.config.hidden_size).warmup_nodes
-        count = min(sequences, settings.SCRIPTED)
+        per_step = settings.defaults(plan.config.hidden_size).warmup_nodes
+        count = min(config.warmup_steps * per_step, settings.SCRIPTED)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
         trees = scripted_trees(
             asked, setup.tokenizer, setup.rlm_config, config.seed, setup.world)
@@ -230,7 +231,8 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
 
         state.step += 1
         state.sampled += sum(node.sampled for r in trees for node in r.root.walk())
-        state.silent = 0 if any(any(sequence.advantages) for sequence in sequences) else state.silent + 1
+        signal = any(any(sequence.advantages) for sequence in sequences)
+        state.silent = 0 if signal else state.silent + 1
         run.log_step(trees, credits, sequences, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
             score = evaluate(run, model, sampler, "validation", questions.validation)
@@ -251,8 +253,9 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
     lr, sums = learning_rate(config, run.state), Counter()
     measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
     batches = [sequences for sequences in batches if sequences]
-    packs_of = [[grpo.with_references(pack, config, model, reference)  # before the first step
-                 for pack in packing.packs(sequences, plan, world, DEVICE)] for sequences in batches]
+    packs_of = [[grpo.with_references(pack, config, model, reference)  # before any step
+                 for pack in packing.packs(sequences, plan, world, DEVICE)]
+                for sequences in batches]
     for sequences, packs in zip(batches, packs_of):
         part, watch = Counter(), forgetting.Watch(model, sequences, plan, world)
         for pack in packs:

@@ -148,7 +148,8 @@ class Node:
     @property
     def logprobs(self) -> list[float]:
         """The sampler's log-probabilities, 0.0 where `mask` is 0; as long as `ids`."""
-        return [p for message in self.messages for p in message.logprobs or [0.0] * len(message.ids)]
+        return [p for message in self.messages
+                for p in message.logprobs or [0.0] * len(message.ids)]
 
     @property
     def written(self) -> int:
@@ -210,9 +211,11 @@ def _node(row: dict) -> Node:
     messages = []
     for message in row["messages"]:
         logprobs = None if message["logprobs"] is None else tuple(message["logprobs"])
-        messages.append(Message(message["role"], message["text"], tuple(message["ids"]), logprobs))
+        ids = tuple(message["ids"])
+        messages.append(Message(message["role"], message["text"], ids, logprobs))
     children = [_node(child) for child in row["children"]]
-    return Node(**row | {"path": tuple(row["path"]), "messages": messages, "children": children})
+    return Node(**row | {"path": tuple(row["path"]), "messages": messages,
+                         "children": children})
 
 
 def render(root: Node, width: int = 96, max_lines: int = 12) -> str:

@@ -1,5 +1,5 @@
-"""How the tokens of a forward pass see each other: equal rows, or the packed sequences of an
-update, where a common prefix is computed once. engine/pages.py has it for the sampler.
+"""How the tokens of a forward pass see each other: equal rows, or the packed sequences of
+an update, where a common prefix is computed once. engine/pages.py has it for the sampler.
 
 Shapes: H query and K key/value heads, E head_dim, T tokens of all rows, C that are
 computed, S that are seen. Linear layers have others: engine/delta.py.

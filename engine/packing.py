@@ -1,7 +1,7 @@
 """Packing: which sequences one forward pass computes together, and on which rank.
 
-All ranks get work of similar cost. Sequences that begin with the same tokens share a pack, as
-the model computes a common prefix once. A sequence is any object with `ids`, its tokens.
+All ranks get work of similar cost. Sequences that begin with the same tokens share a pack,
+as the model computes a common prefix once. A sequence is any object with `ids`, its tokens.
 """
 import math
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ WORTH_SHARING = 0.02  # a smaller share of a sequence is not worth gathering key
 
 
 def by_prefix(sequences: list[list[int]]) -> tuple[list[int], list[int]]:
-    """(order, shared): the indices of the sequences in the order of their tokens, and how many
-    first tokens each sequence shares with the sequence before it; 0 if they are few.
+    """(order, shared): the indices of the sequences in the order of their tokens, and how
+    many first tokens each sequence shares with the sequence before it; 0 if they are few.
 
-    In this order a sequence shares most with the one before it. So the sum of `len(sequence) -
-    shared` counts each prefix once, except short ones."""
+    In this order a sequence shares most with the one before it. So the sum of
+    `len(sequence) - shared` counts each prefix once, except short ones."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     arrays = [np.asarray(sequences[i]) for i in order]
     shared = [common_prefix(before, sequence) for before, sequence in pairwise(arrays)]
@@ -51,9 +51,9 @@ class Load:
 
 def prefix_groups(sequences: list, limit: float, attention_cost: float,
           copy_cost: float) -> list[Load]:
-    """The sequences that begin alike in packs of at most this size, or of one sequence. In the order
-    of their tokens, a sequence joins the one before it, unless the two share little: small packs
-    are easier to divide."""
+    """The sequences that begin alike in packs of at most this size, or of one sequence. In
+    the order of their tokens, a sequence joins the one before it, unless the two share
+    little: small packs are easier to divide."""
     result = []
     for i, shared in zip(*by_prefix([sequence.ids for sequence in sequences])):
         length = len(sequences[i].ids)
@@ -69,13 +69,13 @@ def prefix_groups(sequences: list, limit: float, attention_cost: float,
 
 def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
                   copy_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
-    """This rank's share of the sequences, as packs of at most max_tokens distinct tokens. Each
-    token of a sequence adds seen_cost to that, for the copy of its keys and values.
+    """This rank's share of the sequences, as packs of at most max_tokens distinct tokens.
+    Each token of a sequence adds seen_cost to that, for the copy of its keys and values.
 
     A sequence that is longer than max_tokens is a pack by itself. Every rank gets the same
-    number of packs; some are empty if sequences are few. A token in a sequence of T tokens takes the
-    time 1 + attention_cost * T. At any moment all ranks work on packs of similar cost, so
-    that no rank waits long for another."""
+    number of packs; some are empty if sequences are few. A token in a sequence of T tokens
+    takes the time 1 + attention_cost * T. At any moment all ranks work on packs of similar
+    cost, so that no rank waits long for another."""
     def placed(units: list[Load], packs: list[Load]) -> bool:
         """Put each unit into the cheapest pack that has room, the largest first."""
         for unit in sorted(units, key=attrgetter("size"), reverse=True):
@@ -100,8 +100,8 @@ def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
 
 @dataclass
 class Pack:
-    """A micro-batch: sequences (grpo.Row) as tensors, T tokens, N of them sampled. The order of
-    sampled tokens is that of model.logprobs."""
+    """A micro-batch: sequences (grpo.Row) as tensors, T tokens, N of them sampled. The
+    order of sampled tokens is that of model.logprobs."""
     ids: Tensor  # (1, T)
     mask: Tensor  # (1, T), 1 for sampled tokens
     lengths: list[int]  # of each sequence, in tokens
@@ -136,6 +136,7 @@ def collate(sequences: list, device) -> Pack:
         lengths=[len(sequence.ids) for sequence in sequences] or [1],
         depths=[sequence.depth for sequence in sequences],
         sampled=[sum(sequence.mask) for sequence in sequences],
-        sampler_logprobs=flat(lambda sequence: [p for p, m in zip(sequence.logprobs, sequence.mask) if m]),
+        sampler_logprobs=flat(
+            lambda sequence: [p for p, m in zip(sequence.logprobs, sequence.mask) if m]),
         advantages=flat(lambda sequence: sequence.advantages),
         weights=flat(lambda sequence: [sequence.weight] * sum(sequence.mask)))

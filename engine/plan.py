@@ -152,7 +152,8 @@ class Plan:
         if self.layers[1]:  # one delta rule is computed again: measured, heads of 128
             (_, channels), (heads, _, dimension) = shapes(self.config)
             running += 22 * channels + 38 * heads * dimension
-        logits = min(LARGEST_LOGITS[self.device], self.pack_tokens * self.config.vocab_size * 4)
+        logits = 4 * self.pack_tokens * self.config.vocab_size
+        logits = min(LARGEST_LOGITS[self.device], logits)
         head = 2 * logits + 3 * self.pack_tokens * hidden * size
         # The head's gradient is the first, and is float32.
         whole = 0 if self.lora_rank else 4 * self.config.vocab_size * hidden

@@ -62,8 +62,8 @@ class States:
 class StepLayout:
     """The tokens of a step of the sampler: one each of B requests that decode, whose states
     are `decoding` (B,), then those of `prompts`, a list of (request, tokens). It has the
-    methods of engine.attention.Layout. `attend` is given, and `rule_step`, which computes the
-    delta rule for one token."""
+    methods of engine.attention.Layout. `attend` is given, and `rule_step`, which computes
+    the delta rule for one token."""
 
     def __init__(self, attend: Callable, rule_step: Callable, states: States | None,
                  decoding: Tensor, prompts: list):

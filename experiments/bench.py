@@ -109,7 +109,8 @@ def sequence_of(ids: list[int], given: int) -> Sequence:
     return Sequence(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
 
 
-def our_losses(model: Decoder, sequences: list[Sequence], max_tokens: int) -> Iterator[torch.Tensor]:
+def our_losses(model: Decoder, sequences: list[Sequence],
+               max_tokens: int) -> Iterator[torch.Tensor]:
     for share in divided(sequences, max_tokens):
         pack = collate(share, model.lm_head.weight.device)
         logprobs, entropies = model.logprobs(pack)
@@ -118,8 +119,9 @@ def our_losses(model: Decoder, sequences: list[Sequence], max_tokens: int) -> It
 
 def their_losses(model, sequences: list[Sequence]) -> Iterator[torch.Tensor]:
     for first in range(0, len(sequences), 8):
-        ids = torch.tensor([sequence.ids for sequence in sequences[first:first + 8]])  # B T
-        mask = torch.tensor([sequence.mask for sequence in sequences[first:first + 8]])  # B T
+        batch = sequences[first:first + 8]
+        ids = torch.tensor([sequence.ids for sequence in batch])  # B T
+        mask = torch.tensor([sequence.mask for sequence in batch])  # B T
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # B T-1 V
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
         yield (-1e-3 * mask[:, 1:] * logprobs).sum()

@@ -55,7 +55,8 @@ def tree_at(x: float, y: float, tree: Tree, advantage: float) -> list[str]:
 
 def spoken(node: Node) -> list[str]:
     """What a node read and wrote, a line each. Fences are left out."""
-    return [f"{'»' if message.role == 'assistant' else '·'} {line}" for message in node.messages[1:]
+    marks = {"assistant": "»", "user": "·"}
+    return [f"{marks[message.role]} {line}" for message in node.messages[1:]
             for line in message.text.split("\n") if "```" not in line]
 
 

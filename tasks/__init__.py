@@ -122,8 +122,8 @@ def make(task: ModuleType, rng: random.Random, tokens: int | None = None,
 
 
 def checked(id: str, task: str, made: Any) -> Question:
-    """A Question from what a task's `make` or `read` returned. Raises ValueError if that is not
-    (query, context, gold)."""
+    """A Question from what a task's `make` or `read` returned. Raises ValueError if that is
+    not (query, context, gold)."""
     match made:
         case (str() as query, str() | list() | dict() as context, gold):
             with suppress(TypeError):

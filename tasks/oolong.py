@@ -119,7 +119,8 @@ CHILD_SCRIPTS = ("read", "read", "read", "guess", "guess")
 def demonstrate(question, node, rng):
     labels = field(question.answer, "labels", list)  # else give --warmup FILE
     if not node.depth:
-        return block(root_code(question.query, rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)))
+        pieces, script = rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)
+        return block(root_code(question.query, pieces, script))
     if rng.choice(CHILD_SCRIPTS) == "guess":
         return block(f"FINAL(dict.fromkeys(context, {rng.choice(labels)!r}))")
     if not node.written:

@@ -138,7 +138,8 @@ def read(path: str, task: ModuleType) -> list[Question]:
     return questions
 
 
-def split(questions: list[Question], wanted: int = 0) -> tuple[list[Question], list[Question]]:
+def split(questions: list[Question],
+          wanted: int = 0) -> tuple[list[Question], list[Question]]:
     """(training, held out), shuffled with seed 42. Held out are `wanted`, but at most half;
     without `wanted` a fifth, at most 128.
 

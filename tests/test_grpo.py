@@ -12,8 +12,9 @@ from test_sampler import HYBRID
 
 from engine.attention import PackedLayout, gather
 from engine.packing import Pack, collate, divided
-from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Sequence, advantages,
-                  credit, credits_of, make_sequences, minibatches, node_weights, policy_loss)
+from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Sequence,
+                  advantages, credit, credits_of, make_sequences, minibatches, node_weights,
+                  policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, means, totals
 from tree import Node, Tree, Message

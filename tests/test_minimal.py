@@ -11,7 +11,8 @@ import torch
 import minimal
 from conftest import command
 from engine.packing import collate
-from grpo import LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_sequences, policy_loss
+from grpo import (LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_sequences,
+                  policy_loss)
 from tree import Node, Tree, Message
 
 

@@ -141,7 +141,8 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
 
 def test_only_rows_longer_than_a_short_pack_are_computed_again():
     plan = of(window=32_768, lora_rank=16, device="cuda", recompute_above=SHORT)
-    rows = [Sequence([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0) for i in range(20)]
+    rows = [Sequence([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0)
+            for i in range(20)]
     short = plan.for_packs
     packs = divided(rows, short.pack_tokens, short.attention_cost, short.copy_cost)
     sizes = [sum(len(row.ids) for row in pack) for pack in packs]

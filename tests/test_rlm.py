@@ -530,7 +530,8 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
                 Task("t", "question", example.query, example.context))
     assert root.end == "final" and root.answer and not root.errors
     assert [message.text for message in root.messages[1:]] == asks
-    assert reads in [[message.text for message in node.messages[1:]] for node in root.children]
+    assert reads in [[message.text for message in node.messages[1:]]
+                     for node in root.children]
     assert {str(node.answer) for node in root.children} == {str(example.answer)}
 
 

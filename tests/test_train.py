@@ -146,7 +146,8 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
         assert (kept.reward, kept.group) == (tree.reward, tree.group)
         for got, want in zip(kept.root.walk(), tree.root.walk(), strict=True):
             assert (got.path, got.answer) == (want.path, want.answer)
-            assert [message.text for message in got.turns] == [message.text for message in want.turns]
+            assert ([message.text for message in got.messages]
+                    == [message.text for message in want.messages])
             assert got.sampled == want.sampled
     assert 0 < len(saved_trees(path)) < len(scripted_trees)
 
@@ -277,8 +278,8 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
     monkeypatch.setattr(forgetting, "WATCHED", 3)
     model = Decoder.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
-    rows = [Sequence([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n, [0.0] * n,
-                [advantage] * n, 1.0, depth)
+    rows = [Sequence([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n,
+                     [0.0] * n, [advantage] * n, 1.0, depth)
             for depth, n, advantage in ((0, 2, 1.0), (1, 9, 1.0), (1, 9, 0.5), (2, 4, 1.0),
                                         (0, 12, -1.0)) for _ in range(3)]
 
@@ -305,8 +306,8 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
     torch.manual_seed(0)
     master = Decoder(DecoderConfig(**SMALL_MODEL | {"hidden_size": 256}, vocab_size=999))
     model, rng = copy.deepcopy(master).bfloat16(), random.Random(0)
-    rows = [Sequence([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [], [1.0],
-                1.0) for _ in range(16)]
+    rows = [Sequence([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [],
+                     [1.0], 1.0) for _ in range(16)]
     pack = SimpleNamespace(pack_tokens=2000, attention_cost=0.0, copy_cost=0.0)
     forgot = []
     for dtype in (torch.float32, torch.bfloat16):  # what the plan says of the same model

@@ -152,8 +152,8 @@ def make_tiny(config: Config, questions: Questions, world: World) -> None:
     if world.rank:
         return
     claim(config)
-    texts = [f"{message.role}\n{message.text}" for tree in trees for node in tree.root.walk()
-             for message in node.messages]
+    texts = [f"{message.role}\n{message.text}" for tree in trees
+             for node in tree.root.walk() for message in node.messages]
     tokenizer = Tokenizer.train(texts, TINY_VOCABULARY)
     torch.manual_seed(config.seed)
     model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **TINY_MODEL))

@@ -72,9 +72,9 @@ async def attempt(grown: Callable, question: Question,
 
 async def reward_of(root: Node, question: Question,
                     reward: Callable | None = None) -> float:
-    """The task's score of the answer, or `reward(question, answer, root)` in its place, plain
-    or async. Then the task's own score is kept as root.score. Raises ValueError if a score
-    is no finite number."""
+    """The task's score of the answer, or `reward(question, answer, root)` in its place,
+    plain or async. Then the task's own score is kept as root.score. Raises ValueError if a
+    score is no finite number."""
     own = await tasks.scored(tasks.task_of(question).score, question, root.answer)
     if reward is None:
         return own
