@@ -182,7 +182,7 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     """What the warm-up imitates: the nodes of the saved trees, encoded anew, or of trees of
     scripts. Raises ValueError if none fits into the window."""
     config, plan, trees = setup.config, setup.plan, setup.saved
-    system, *_ = opening(Node(), "", "", setup.questions.kind, setup.rlm_config)
+    system, *_ = opening(Node(), "", "", setup.questions.task, setup.rlm_config)
     others = sum(tree.root.messages[0].text != system for tree in trees)
     if others:
         print(f"{others} of {len(trees)} saved trees have a system prompt that this "
@@ -224,8 +224,8 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.trees_done()
         credits = grpo.credits_of(setup.objective, trees, config)
-        batches = [grpo.make_sequences(trees, credits, config)
-                   for trees in grpo.minibatches(trees, config)]
+        batches = [grpo.make_sequences(part, credits, config)
+                   for part in grpo.minibatches(trees, config)]
         measured = update(run, model, optimizer, reference, batches)
         sequences = sum(batches, [])
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.device import wide
+from engine.device import upcast
 from engine.parallel import full_tensor
 
 
@@ -90,5 +90,5 @@ class Adaptable(nn.Module):
             if self.lora_rank and name in layers:
                 layer = layers[name]
                 product = full_tensor(layer.lora_B) @ full_tensor(layer.lora_A)
-                weight = wide(weight) + layer.scale * product
+                weight = upcast(weight) + layer.scale * product
             yield name, weight

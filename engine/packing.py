@@ -70,7 +70,7 @@ def prefix_groups(sequences: list, limit: float, attention_cost: float,
 def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
                   copy_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
     """This rank's share of the sequences, as packs of at most max_tokens distinct tokens.
-    Each token of a sequence adds seen_cost to that, for the copy of its keys and values.
+    Each token of a sequence adds copy_cost to that, for the copy of its keys and values.
 
     A sequence that is longer than max_tokens is a pack by itself. Every rank gets the same
     number of packs; some are empty if sequences are few. A token in a sequence of T tokens
@@ -100,7 +100,7 @@ def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
 
 @dataclass
 class Pack:
-    """A micro-batch: sequences (grpo.Row) as tensors, T tokens, N of them sampled. The
+    """A pack: sequences (grpo.Sequence) as tensors, T tokens, N of them sampled. The
     order of sampled tokens is that of model.logprobs."""
     ids: Tensor  # (1, T)
     mask: Tensor  # (1, T), 1 for sampled tokens

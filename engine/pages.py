@@ -1,11 +1,11 @@
 """Attention over the pages of a KV cache, for the sampler.
 
-`FlashPages` reads the pages in place, on CUDA; `GatheredRows` works everywhere. In both,
+`FlashPages` reads the pages in place, on CUDA; `GatheredPages` works everywhere. In both,
 `forward` writes the keys and values of a step into the pages and returns the requests that
 sample and their logits; `reset` forgets everything that is not in the pages.
 
 A step is a list of (request, n): the request computes its next n tokens. A request has
-`ids` (its tokens), `computed` (how many of these are in its pages), `block_table` (these
+`ids` (its tokens), `computed` (how many of these are in its pages), `page_table` (these
 pages) and, of a hybrid, `state`. Which request computes what is for sampler.py; who owns
 which page, for engine/prefix.py.
 
@@ -43,7 +43,7 @@ def attention_for(model, memory: int, window: int, batch: int):
     """What attends over pages for this model on its device, with a pool of `memory` bytes:
     an object of a class below, for `batch` requests of at most `window` tokens at once, or
     fewer if the states of a hybrid have no room for more. If FlashPages fails, or if its
-    results are wrong, it is replaced by GatheredRows."""
+    results are wrong, it is replaced by GatheredPages."""
     weight, states = model.lm_head.weight, None
     state = state_bytes(model.config, weight.itemsize)
     if state:
@@ -288,7 +288,7 @@ class FlashPages:
 
     def __init__(self, model, pool: Tensor, states: States | None, window: int, batch: int):
         self.model, self.pool, self.states, self.batch = model, pool, states, batch
-        self.columns = 3 + -(-window // pool.shape[3])  # token, length, state, block table
+        self.columns = 3 + -(-window // pool.shape[3])  # token, length, state, page table
         self.graphs: dict[int, tuple] = {}  # batch size -> graph, its inputs, its logits
         self.memory = None  # shared by all graphs
         self.sizes = [size for size in GRAPH_SIZES if size < batch] + [batch]
@@ -334,7 +334,7 @@ class FlashPages:
 
     def _inputs(self, step: list, rows: int) -> Tensor:
         """(rows, columns) int32, on the host: of each request its last token, length,
-        state and block table. A row of no request has length 1, state 0 and page 0."""
+        state and page table. A row of no request has length 1, state 0 and page 0."""
         inputs = np.zeros((rows, self.columns), np.int32)
         inputs[:, 1] = 1
         for row, (request, _) in zip(inputs, step):

@@ -21,7 +21,7 @@ LEAST_WINDOWS, MOST_WINDOWS = 4, 96
 MOST_REQUESTS = {"cuda": 192, "cpu": 96}  # at once; most end before their window is full
 SHARE = {"cuda": 0.9, "cpu": 0.7}  # how much a run takes; a CPU has other programs, too
 GIB = 1 << 30
-LEAST_ROW = 2048  # tokens of a micro-batch
+LEAST_ROW = 2048  # tokens of a pack
 LEAST_WORK = 1 << 21  # its tokens times the hidden size on a GPU
 SHORT = 4096  # tokens of a pass that keeps activations where longer ones do not
 LEAST_WINDOW = 4096  # a window is not made shorter than this
@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def for_packs(self) -> "Plan":
-        """The plan of a micro-batch: the same, or that of so few tokens that none of its
-        layers is computed again. A longer row is then a micro-batch of its own."""
+        """The plan of a pack: the same, or that of so few tokens that none of its
+        layers is computed again. A longer row is then a pack of its own."""
         if not self.recompute or not self.recompute_above:
             return self
         return replace(self, window=self.recompute_above, recompute_above=math.inf)

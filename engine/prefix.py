@@ -1,7 +1,7 @@
 """The prefix cache of the sampler: what is kept of which tokens, so that no request
 computes what another one has computed.
 
-Keys and values lie in pages of `size` tokens. The block table of a request lists its pages,
+Keys and values lie in pages of `size` tokens. The page table of a request lists its pages,
 in the order of its tokens. A page is in use, or it is free, or it is unused: then it stays
 cached until it is evicted. Each prefix of a request has a hash, and the cache finds by this
 hash the pages that hold the last token of the prefix. So a look-up takes the same time,
@@ -10,7 +10,7 @@ however many requests begin alike.
 `Snapshots` does the same for the recurrent states of a hybrid.
 
 This file knows no model. A request has `ids` (its tokens), `hashes` (of its prefixes),
-`computed` (how many tokens are computed), `block_table` and, of a hybrid, `state`.
+`computed` (how many tokens are computed), `page_table` and, of a hybrid, `state`.
 """
 from bisect import bisect_left
 
@@ -37,7 +37,7 @@ class PrefixCache:
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
-        self.users = [0] * (count + 1)  # of each page: how many block tables have it
+        self.users = [0] * (count + 1)  # of each page: how many page tables have it
         self.hashes = [[] for _ in self.users]  # of each page: the prefixes that end in it
         self.holders: dict[int, dict[int, None]] = {}  # by hash: the pages with this prefix
         self.free = list(range(count, 0, -1))
@@ -66,7 +66,7 @@ class PrefixCache:
         return pages, n
 
     def acquire(self, request, pages: list[int]) -> None:
-        """The request's block table begins with these pages."""
+        """The request's page table begins with these pages."""
         request.page_table = pages
         for page in pages:
             self.unused.pop(page, None)

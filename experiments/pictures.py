@@ -64,7 +64,7 @@ def group(trees: list[Tree]) -> str:
     """The trees of a question, the best first, and what one root and its child said."""
     trees = sorted(trees, key=lambda tree: -tree.reward)
     given = advantages(trees, GRPOConfig())
-    parts = [text(10, 20, f"{len(trees)} answers to: {trees[0].task.query}")]
+    parts = [text(10, 20, f"{len(trees)} answers to: {trees[0].question.query}")]
     for i, (tree, advantage) in enumerate(zip(trees, given, strict=True)):
         parts += tree_at(75 + COLUMN * (i % 4), 50 + ROW * (i // 4), tree, advantage)
     lines = ["reward → advantage. Blue becomes more likely, orange less, pale stays.",

@@ -14,11 +14,11 @@ from config import RLMConfig
 from repl import REPLError
 from training.trees import collect
 from stub_server import KEY, Stub
-from tasks import Task
+from tasks import Question
 from tasks.in_repl import block
 from tree import Lost, Node, Refused, Sampling, Message
 
-TASK = Task("t", "question", "What is it?", "the context")
+QUESTION = Question("t", "question", "What is it?", "the context")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_a_refused_root_counts_as_failed_and_is_asked_once(method):
     with Stub(says="hi", always="400") as server:
         policy = API(server.url, "m")
         record, _ = asyncio.run(
-            evaluation.answer(method, TASK, policy, None, RLMConfig(), ()))
+            evaluation.answer(method, QUESTION, policy, None, RLMConfig(), ()))
     assert len(server.log) == 1 and record["end"] == "refused"
     assert record["failed"].startswith("refused: ") and "no luck" in record["failed"]
 
@@ -83,7 +83,7 @@ def test_a_server_that_is_not_there_loses_the_tree(monkeypatch):
         pass
     api = API(server.url, "m", max_retries=0)
     with pytest.raises(REPLError, match=f"(?s){server.url}.*Connection"):
-        asyncio.run(collect([TASK], api, None, RLMConfig()))
+        asyncio.run(collect([QUESTION], api, None, RLMConfig()))
 
 
 def reply(content, prompt=1, sampled=1):

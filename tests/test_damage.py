@@ -87,20 +87,20 @@ def test_odd_values_in_the_files_of_a_checkpoint_give_one_line(name, tmp_path):
             one_line(readers[name])
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_odd_rows_are_left_out_or_can_be_scored(kind, tmp_path):
-    row, *_ = ROWS[kind]
+@pytest.mark.parametrize("task", ROWS)
+def test_odd_rows_are_left_out_or_can_be_scored(task, tmp_path):
+    row, *_ = ROWS[task]
     odd_rows = [row | {name: odd} for name in row for odd in ODD]
     odd_rows += [row | {"answer": text} for text in ("[entity", "5", "[]", "['many']")]
-    if kind == "evidence":
+    if task == "evidence":
         odd_rows += [row | {"papers": ["a"]}, row | {"evidence": ["x"]}]
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(one) for one in (*odd_rows, row)] + ["[" * 100_000]
     path.write_text("\n".join(lines))
-    module = tasks.load(kind)
-    for task in read(str(path), module):
-        right = getattr(module, "right_answer", lambda task: task.answer)(task)
-        assert 0 <= tasks.reward(task, right) <= 1
+    module = tasks.load(task)
+    for question in read(str(path), module):
+        right = getattr(module, "right_answer", lambda question: question.answer)(question)
+        assert 0 <= tasks.reward(question, right) <= 1
 
 
 def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):

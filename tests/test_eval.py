@@ -15,7 +15,7 @@ import tasks
 from ask import RLM
 from conftest import PAPERS, data_of
 from repl import REPLError
-from tasks import Task
+from tasks import Question
 from tasks.questions import heldout_tasks, read, split
 from training import scores
 from tree import read_trees, write_trees
@@ -127,7 +127,7 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     message, text = command("--policy", "oracle", "--tasks", ",".join(kinds), "--lengths",
                             "2k,4000", "--n", 2, "--save", tmp_path / "trees.jsonl",
                             "--html", tmp_path / "r.html")
-    trees = read_trees(tmp_path / "trees.jsonl", Task)
+    trees = read_trees(tmp_path / "trees.jsonl", Question)
     assert message is None and [tree.reward for tree in trees] == [1.0] * 8
     assert len(data_of((tmp_path / "r.html").read_text())["trees"]) == 8
     table = [line.replace(",", "").split() for line in text.splitlines()[1::2]]
@@ -137,10 +137,10 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
     for row, i in zip(table, range(0, 8, 2)):
         pair = trees[i:i + 2]
         nodes = [node for tree in pair for node in tree.root.walk()]
-        said = [t for n in nodes for t in n.turns if t.role == "assistant"]
+        said = [t for n in nodes for t in n.messages if t.role == "assistant"]
         assert float(row[9]) == len(nodes) / 2
         assert int(row[8]) == round(sum(len(turn.text) // 4 for turn in said) / 2)
-        assert pair[0].task.context is None  # its seed makes it again
+        assert pair[0].question.context is None  # its seed makes it again
 
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
@@ -151,11 +151,11 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
             path = tmp_path / name
             assert command("--policy", "oracle", *flags, "--save", path,
                            "--split", side)[0] is None
-            ids[name, side] = {r.task.id for r in read_trees(path, Task)}
-    held = {task.id for task in heldout_tasks(12, tasks.load("evidence"))}
+            ids[name, side] = {r.question.id for r in read_trees(path, Question)}
+    held = {question.id for question in heldout_tasks(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
-    assert ids["rows", "heldout"] == {task.id for task in held}
+    assert ids["rows", "heldout"] == {question.id for question in held}
     assert not ids["rows", "train"] & ids["rows", "heldout"]
     assert ids["rows", "train"] | ids["rows", "heldout"] == ids["rows", "all"]
     assert len(ids["rows", "all"]) == len(PAPERS.read_text().splitlines())
@@ -166,7 +166,7 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     message, text = command("--policy", "oracle", "--n", 2, "--save",
                             tmp_path / "trees.jsonl", "--reward", tmp_path / "half.py")
     assert message is None and text.rstrip().endswith("own score: 1.000")
-    trees = read_trees(tmp_path / "trees.jsonl", Task)
+    trees = read_trees(tmp_path / "trees.jsonl", Question)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_runs_no_code_of_its_own(command, short_run, tmp_path):
 def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     keys = []
 
-    async def refuse(task, policy, tokenizer, config, key):
+    async def refuse(question, policy, tokenizer, config, key):
         keys.append(key)
         raise REPLError("no process left")
 
@@ -232,7 +232,7 @@ def test_against_saved_trees_each_question_is_paired_with_itself(command, tmp_pa
     ask = "--policy", "oracle", "--n", 3, "--lengths", "1k,2k"
     saved = tmp_path / f"{'long' * 20}.jsonl"
     assert command(*ask, "--samples", 2, "--save", saved)[0] is None
-    trees = read_trees(saved, Task)
+    trees = read_trees(saved, Question)
     first = [replace(trees[0], reward=0.5), replace(trees[1], reward=0.0)]
     second = [replace(trees[2], failed="lost", reward=0.0), trees[3]]
     write_trees(saved, [*trees[4:], *first, *second])

@@ -73,7 +73,7 @@ def test_groups_are_what_the_rollouts_say_and_failed_trees_do_not_count():
 def coefficients(y, mean, factor=1.0):
     """J(y) = J_node(y) + (1/k) sum_i J(y_i) as {path: factor}, straight from there."""
     terms = {y.path: factor}
-    spoke = [c for c in y.children if any(t.logprobs for t in c.turns)]
+    spoke = [c for c in y.children if any(t.logprobs for t in c.messages)]
     for child in spoke:
         terms |= coefficients(child, mean, factor / len(spoke) if mean else factor)
     return terms
@@ -87,11 +87,11 @@ def test_node_weights_are_the_recursion_unrolled(children):
 
 
 @pytest.mark.parametrize("who, trained", [
-    ("inherit", [n.path for n in ragged().walk() if n.sampled]), ("root", [()]),
+    ("all", [n.path for n in ragged().walk() if n.sampled]), ("roots", [()]),
     ("children", [(0,), (2,), (2, 0), (2, 2), (2, 3), (3,), (3, 0)])])
 def test_who_is_trained_has_its_roots_advantage(who, trained):
     trees = [made(1.0, ragged()), made(0.0, ragged())]
-    rows = rows_of(trees, plain(credit=who))
+    rows = rows_of(trees, plain(trained=who))
     nodes = [n for r in trees for n in r.root.walk() if n.path in trained]
     expected = [0.5] * len(trained) + [-0.5] * len(trained)
     assert [(row.ids, row.depth, set(row.advantages)) for row in rows] == [

@@ -1,4 +1,4 @@
-"""Each kind of task: how it scores, that its questions are what they say, and that its
+"""Each task: how it scores, that its questions are what they say, and that its
 scripts find the answer, through the real REPL."""
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ import tasks
 from engine.parallel import World
 from config import RLMConfig
 from training.trees import collect
-from tasks import NAMES, Task, deep, load, make, oolong, qa, question, requests, reward
+from tasks import NAMES, Question, checked, deep, load, make, oolong, qa, requests, reward
 from tasks.in_repl import block
 from tasks.scripts import script_policy, scripted
 from tokenizer import Tokenizer
@@ -33,11 +33,11 @@ ROWS = {"qa": [ROW], "oolong": [LINES_ROW | {"answer": answer, "answer_type": of
                                 for of, answer in GOLDS.items()]}
 
 
-def made(kind, n=1, tokens=2_000):
-    if kind in ROWS:
-        return [question("t", kind, load(kind).read(row)) for row in ROWS[kind]]
-    tokens = None if kind == "deep" else tokens
-    return [make(load(kind), random.Random(f"{kind} {i}"), tokens) for i in range(n)]
+def made(task, n=1, tokens=2_000):
+    if task in ROWS:
+        return [checked("t", task, load(task).read(row)) for row in ROWS[task]]
+    tokens = None if task == "deep" else tokens
+    return [make(load(task), random.Random(f"{task} {i}"), tokens) for i in range(n)]
 
 
 # (kind, gold, {score: answers}). Where a public rule guesses what an answer meant, ours
@@ -89,18 +89,18 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize("kind, gold, answers", SCORES, ids=lambda value: str(value)[:30])
-def test_the_score_of_an_answer(kind, gold, answers):
-    if kind == "oolong":
+@pytest.mark.parametrize("task, gold, answers", SCORES, ids=lambda value: str(value)[:30])
+def test_the_score_of_an_answer(task, gold, answers):
+    if task == "oolong":
         gold = dict(zip(("type", "value"), gold))
     papers = {"p": "aaaabbbbccccddddeeeeffff", "q": "xyxyxyxyxyxyxyxy"}
-    context = papers if kind == "evidence" else "text"
-    task = Task("t", kind, "q", context, gold)
+    context = papers if task == "evidence" else "text"
+    question = Question("t", task, "q", context, gold)
     for score, given in answers.items():
         for answer in given:
-            assert reward(task, answer) == pytest.approx(score, abs=1e-12), answer
+            assert reward(question, answer) == pytest.approx(score, abs=1e-12), answer
             if "the Old Bridge" in gold:
-                assert qa.exact(task, answer) == (score == 1)
+                assert qa.exact(question, answer) == (score == 1)
 
 
 LABELS = ["numeric value", "entity", "location", "description and abstract concept",
@@ -112,13 +112,13 @@ WORTHLESS = [
 ]
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_an_answer_that_holds_nothing_scores_0(kind):
-    for task in made(kind, 10):
-        advice = getattr(load(kind), "STRATEGY", "")
-        for answer in (*WORTHLESS, task.query, [task.query], advice):
-            assert reward(task, answer) == 0.0, (answer, task.answer)
-        assert kind == "evidence" or reward(task, task.context) < 0.2  # an echo
+@pytest.mark.parametrize("task", NAMES)
+def test_an_answer_that_holds_nothing_scores_0(task):
+    for question in made(task, 10):
+        advice = getattr(load(task), "STRATEGY", "")
+        for answer in (*WORTHLESS, question.query, [question.query], advice):
+            assert reward(question, answer) == 0.0, (answer, question.answer)
+        assert task == "evidence" or reward(question, question.context) < 0.2  # an echo
 
 
 FIRST, SECOND = list(deep.DICTIONARY)[:2]
@@ -149,37 +149,39 @@ PARTS = {  # (context, gold): (part, answer, score of a child that was given the
 }
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_child_is_scored_on_the_part_that_it_was_given(kind):
-    context, gold, cases = PARTS[kind]
-    task = Task("t", kind, 'List the words of class "animal".', context, gold)
+@pytest.mark.parametrize("task", PARTS)
+def test_a_child_is_scored_on_the_part_that_it_was_given(task):
+    context, gold, cases = PARTS[task]
+    question = Question("t", task, 'List the words of class "animal".', context, gold)
     for part, answer, score in cases:
-        assert tasks.task_of(task).part_score(task, part, answer) == pytest.approx(score)
+        given = tasks.task_of(question).part_score(question, part, answer)
+        assert given == pytest.approx(score)
 
 
-@pytest.mark.parametrize("kind, digest", [
+@pytest.mark.parametrize("task, digest", [
     ("requests", "7001386323faed4a"), ("evidence", "4e3f159824cba832"),
     ("deep", "f4c9eac93f50e663")])
-def test_questions_are_what_they_were(kind, digest):
+def test_questions_are_what_they_were(task, digest):
     """A seed names a question, in every run."""
-    lengths = {"deep": (None,)}.get(kind)
+    lengths = {"deep": (None,)}.get(task)
     questions = []
     for seed, heldout in product(range(10), (False, True)):
-        for tokens in lengths or (None, 4 * load(kind).TOKENS):
-            task = make(load(kind), random.Random(seed), tokens, heldout)
-            questions.append([task.query, task.context, task.answer])
+        for tokens in lengths or (None, 4 * load(task).TOKENS):
+            question = make(load(task), random.Random(seed), tokens, heldout)
+            questions.append([question.query, question.context, question.answer])
     assert hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16] == digest
 
 
 def test_gold_of_requests_is_what_people_labelled_and_the_texts_of_splits_are_apart():
     texts = {False: set(), "validation": set(), True: set()}
     for seed, tokens, heldout in product(range(60), (None, 2_000), texts):
-        task = make(requests, random.Random(seed), tokens, heldout)
-        texts[heldout].update(task.context.values())
-        for name, text in task.context.items():
-            assert (name in task.answer) == (f'"{name.split()[0]}"' in task.query)
-            assert task.answer.get(name, requests.SUBJECT[text]) == requests.SUBJECT[text]
-        assert reward(task, task.answer) == 1.0
+        question = make(requests, random.Random(seed), tokens, heldout)
+        texts[heldout].update(question.context.values())
+        for name, text in question.context.items():
+            assert (name in question.answer) == (f'"{name.split()[0]}"' in question.query)
+            subject = requests.SUBJECT[text]
+            assert question.answer.get(name, subject) == subject
+        assert reward(question, question.answer) == 1.0
     assert all(len(part) > 1000 for part in texts.values())
     assert sum(map(len, texts.values())) == len(set().union(*texts.values()))
 
@@ -200,7 +202,7 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
     texts = {"a": "The lock was built by Ann Lee in 1912.", "b": "Tom saw the river rise."}
     rewards = []
     for context in (texts, [*texts.values()], "\n\n".join(texts.values())):
-        tasks_ = [Task(f"{i}", "qa", "Who built the lock?", context, ["Ann Lee"])
+        tasks_ = [Question(f"{i}", "qa", "Who built the lock?", context, ["Ann Lee"])
                   for i in range(24)]
         policy = script_policy(tasks_, None, 0, alone=False)
         trees = asyncio.run(collect(tasks_, policy, None, RLMConfig(max_turns=3)))
@@ -211,17 +213,17 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
     trees = asyncio.run(collect(tasks_, alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24
     with pytest.raises(Refused):  # one that is nowhere to be read
-        qa.demonstrate(Task("t", "qa", "What is 6 * 7?", "", ["42"]), Node(), random)
+        qa.demonstrate(Question("t", "qa", "What is 6 * 7?", "", ["42"]), Node(), random)
 
 
 @pytest.mark.parametrize("style", ["full", "brief"])
 def test_a_script_of_qa_takes_no_answer_from_the_question(style):
     """Which is repeated behind what was printed."""
     def answers(text):
-        task = Task("t", "qa", "Was it Ann Lee or Tom?", {"a": text}, ["Ann Lee"])
-        policy = script_policy([task] * 40, None, 0, alone=False)
+        question = Question("t", "qa", "Was it Ann Lee or Tom?", {"a": text}, ["Ann Lee"])
+        policy = script_policy([question] * 40, None, 0, alone=False)
         trees = asyncio.run(
-            collect([task], policy, None, RLMConfig(style=style), group=40))
+            collect([question], policy, None, RLMConfig(style=style), group=40))
         return {child.answer for tree in trees for child in tree.root.children}
 
     echo, lines = "The river rose.", "FAQ\n1/2 cup\nThe question: who?\nann lee"
@@ -233,9 +235,10 @@ def test_a_script_of_qa_takes_no_answer_from_the_question(style):
     'What does "the model\'s loss" say?', 'Which "a\\" is it?',
     'Is "it\'s" or "plain" used?'])
 def test_scripts_of_evidence_can_hold_what_a_question_quotes(query):
-    task = Task("t", "evidence", query, {"p": "the model's loss. A plain word."}, {})
-    policy = script_policy([task] * 30, None, 0, alone=False)
-    trees = asyncio.run(collect([task], policy, None, RLMConfig(), group=30))
+    context = {"p": "the model's loss. A plain word."}
+    question = Question("t", "evidence", query, context, {})
+    policy = script_policy([question] * 30, None, 0, alone=False)
+    trees = asyncio.run(collect([question], policy, None, RLMConfig(), group=30))
     assert not any("SyntaxError" in turn.text for tree in trees
                    for node in tree.root.walk() for turn in node.messages)
 
@@ -261,18 +264,19 @@ FORMS = {  # a question of OOLONG: its gold
 
 
 def test_scripts_of_oolong_need_the_labels_of_a_row():
-    task = Task("t", "oolong", "q", "Date: x || User: 1 || Instance: a?", {"type": "LABEL"})
+    context = "Date: x || User: 1 || Instance: a?"
+    question = Question("t", "oolong", "q", context, {"type": "LABEL"})
     with pytest.raises(ValueError, match="field 'labels' is missing"):
-        oolong.demonstrate(task, None, random.Random(0))
+        oolong.demonstrate(question, None, random.Random(0))
 
 
 def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
     text = "\n".join(f"Date: x || User: {m[1]} || Instance: {m[3]}" for m in lines)
     asked = []
-    for query, (kind, value) in FORMS.items():
-        gold = {"type": kind, "value": value, "labels": [m[2] for m in lines]}
-        asked += [Task(query, "oolong", query, f"{HEAD}\n{text}", gold)] * 6
+    for query, (task, value) in FORMS.items():
+        gold = {"type": task, "value": value, "labels": [m[2] for m in lines]}
+        asked += [Question(query, "oolong", query, f"{HEAD}\n{text}", gold)] * 6
 
     def rewards():
         policy = script_policy(asked, None, 0, alone=False)

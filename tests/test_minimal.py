@@ -210,11 +210,11 @@ def test_advantages_and_weights_are_those_of_grpo(model):
             assert not below or sum(below) == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("who", ["inherit", "root"])
+@pytest.mark.parametrize("who", ["all", "roots"])
 def test_loss_and_gradient_are_those_of_grpo(who, model):
     assert minimal.LENGTH_CONSTANT == LENGTH_CONSTANT
     roots, rewards = scripted(2)
-    config = GRPOConfig(credit=who)
+    config = GRPOConfig(trained=who)
     trees = as_trees(model, roots, rewards)
     rows = make_sequences(trees, credit(trees, config), config)
     logprobs = [p for row in rows
@@ -224,7 +224,7 @@ def test_loss_and_gradient_are_those_of_grpo(who, model):
     theirs = torch.autograd.grad(loss, [*model.values()])
 
     ours = torch.autograd.grad(
-        minimal.policy_loss(model, roots, rewards, who == "root"), [*model.values()])
+        minimal.policy_loss(model, roots, rewards, who == "roots"), [*model.values()])
     largest = max(gradient.abs().max() for gradient in theirs)
     assert largest > 0
     for one, other in zip(ours, theirs):

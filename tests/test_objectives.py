@@ -43,7 +43,7 @@ HAND = [
     ("rao", {}, [0.85, 0.65, 0.85, -0.35, -0.65, -0.35, -0.2, -0.2],
      [8 / 9, 8 / 12, 8 / 3, 8 / 12, 8 / 9, 8 / 12, 8 / 9, 8 / 12]),
     # Roots are left out of the weights, not of the baselines: 5 nodes, 2 depths.
-    ("rao", {"credit": "children"}, [0.65, 0.85, -0.35, -0.35, -0.2],
+    ("rao", {"trained": "children"}, [0.65, 0.85, -0.35, -0.35, -0.2],
      [5 / 8, 5 / 2, 5 / 8, 5 / 8, 5 / 8]),
     ("rao", {"children": "sum"},
      [0.85, 0.65, 0.85, -0.35, -0.65, -0.35, -0.2, -0.2], [1] * 8),
@@ -78,7 +78,7 @@ def test_equal_rewards_and_a_lone_tree_carry_no_gradient_and_lost_trees_no_credi
 
 def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
     """-log sigmoid(beta m) at pi = pi_ref, with m written out over two trees with all their
-    nodes, is what comes as advantages over micro-batches of a single row."""
+    nodes, is what comes as advantages over packs of a single row."""
     rng = random.Random(0)
 
     def some_tree():

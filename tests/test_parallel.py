@@ -108,7 +108,7 @@ def take_step(out, kind, number, world):
                           model=str(out.parent / "model"), warmup_steps=0, **KINDS[kind])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "compute_dtype", lambda path: torch.float64)
-        patch.setattr(plan, "LEAST_ROW", 512)  # several micro-batches
+        patch.setattr(plan, "LEAST_ROW", 512)  # several packs
         patch.setattr(forgetting, "MOST", -1.0 if number == SHORT_STEP else 1.0)
         patch.setattr(forgetting, "HALVINGS", 4)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
@@ -120,7 +120,7 @@ def take_step(out, kind, number, world):
         patch.setattr(Run, "log_step", lambda *args: found.update(metrics=args[-1]))
         patch.setattr(Run, "finish", lambda run: None)
         if world.size == 2:
-            patch.setattr(packing, "micro_batches", unequal)
+            patch.setattr(packing, "divided", unequal)
         train.train(config, world)
     found["weights"] = dict(found.pop("model").merged())
     return found
@@ -246,14 +246,14 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
         run = Mock(world=world, rlm_config=RLMConfig())
         here.rank = world.rank
         trees = train.sample_trees(run, None, Mock(), asked, (), "", 4)
-        return [(tree.task, tree.group, tree.root.ids) for tree in trees]
+        return [(tree.question, tree.group, tree.root.ids) for tree in trees]
 
     def warmed_up(world):
         here.rank = world.rank
         plan = Mock(config=Mock(hidden_size=8), window=9)
         nodes = train.warm_up_nodes(Mock(
             config=train.Config(warmup_steps=1), plan=plan, world=world, saved=[],
-            questions=questions, rlm_config=setup.tiny_rlm(questions.kind)))
+            questions=questions, rlm_config=setup.tiny_rlm(questions.task)))
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(many, "attempt", attempt)

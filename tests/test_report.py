@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import data_of
-from tasks import Task
+from tasks import Question
 from training import report
 from tree import Node, Tree, Message
 
@@ -30,7 +30,7 @@ def tree(text, children=0, reward=0.5, group="t", failed=""):
         child = Node((i,), kind=text, answer=text, end=text, errors=[0], asked_in=i % 2)
         child.add(Message("user", f"child {i} {text}"))
         root.children.append(child)
-    return Tree(Task("t", "evidence", text, None, [text]), group, root, reward, failed)
+    return Tree(Question("t", "evidence", text, None, [text]), group, root, reward, failed)
 
 
 def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
@@ -55,7 +55,7 @@ def test_sampled_tokens_carry_their_log_probability():
     root.add(Message("assistant", "cd", (99, 100), (-0.5, -7.0)))
     root.add(Message("user", "e", (101,)))
     root.add(Message("assistant", "f", (102,), (-0.25,)))
-    tree = Tree(Task("t", "evidence", "q", None), "t", root, 1.0)
+    tree = Tree(Question("t", "evidence", "q", None), "t", root, 1.0)
     packed = report.of_trees([("x #0", tree)], LETTERS)
     data = data_of(report.page("", {}, "", {"": packed}))
     messages = data["trees"][0]["nodes"][0]["turns"]
@@ -117,7 +117,7 @@ def test_a_browser_draws_it_and_runs_nothing_that_a_model_wrote(
              ("gone", tree("g", reward=0.0, group="u", failed=f"OSError({HOSTILE})"))]
     tokens = Node(end="final")
     tokens.add(Message("assistant", "abc", (97, 98, 99), (0.0, -2.0, -3.0)))
-    early = Tree(Task("t", "requests", "q", None), "t", tokens, 1.0)
+    early = Tree(Question("t", "requests", "q", None), "t", tokens, 1.0)
     metrics = [{"phase": "grpo", "step": step, "reward": step / 4, "gap": 2e-7,
                 "step_left": 0.25 if step == 2 else 1.0} for step in (1, 2, 3)]
     metrics.append({"phase": "eval", "name": "validation", "step": 2, "score": 0.75})

@@ -18,19 +18,19 @@ from conftest import ROOT, command
 from prompts import opening, parse
 from repl import Limits
 from rlm import grow
-from tasks import Task, evidence as evidence_kind
+from tasks import Question, evidence as evidence_kind
 from tasks.in_repl import block
 from tokenizer import ENDOFTEXT, Tokenizer
 from training.trees import collect
 from tree import Completion, Node, Refused, Message, Unscored, render
 
 
-def task(query="the question", context="the context"):
-    return Task("t", "question", query, context)
+def question(query="the question", context="the context"):
+    return Question("t", "question", query, context)
 
 
 def evidence(i):
-    return Task(f"t{i}", "evidence", str(i), {"p": f"gold {i}. rest"},
+    return Question(f"t{i}", "evidence", str(i), {"p": f"gold {i}. rest"},
                 {"p": [f"gold {i}."]})
 
 
@@ -64,7 +64,7 @@ class Script:
 def grown(says, question=None, tokenizer=None, **config):
     policy = says if callable(says) else Script(says, tokenizer)
     return asyncio.run(
-        grow(question or task(), policy, tokenizer, RLMConfig(**config)))
+        grow(question or question(), policy, tokenizer, RLMConfig(**config)))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
         (1,): [block("a = rlm_query('a', context[0])"),
                block("FINAL([a, rlm_query('b', context[1])])")],
         "*": block("FINAL(context.upper() if context != 'f' else None)"),
-    }, task(context="abcdefgh"), max_depth=2)
+    }, question(context="abcdefgh"), max_depth=2)
     assert [n.path for n in root.walk()] == [
         (), (0,), (0, 0), (0, 1), (0, 2), (0, 3), (1,), (1, 0), (1, 1)]
     assert {(n.kind, n.end, len(n.errors)) for n in root.walk()} == {("rlm", "final", 0)}
@@ -112,7 +112,7 @@ def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max
     for _ in range(max_depth + 1):
         context = [context, "ß"]
     prompt = f"what?\n\n{json.dumps(context, ensure_ascii=False)}"
-    assert leaf.turns[1].text == prompt
+    assert leaf.messages[1].text == prompt
     assert root.answer == leaf.answer == f"read {prompt}"
 
 
@@ -272,7 +272,7 @@ def test_only_what_is_used_refuses_a_message_in_whatever_order_they_are_sampled(
             return Completion(text, ids, (0.0,) * len(ids))
 
         config = RLMConfig(turn_tokens=60, tree_tokens=tokens, max_turns=1, max_nodes=50)
-        root = asyncio.run(grow(task(), policy, tiny, config))
+        root = asyncio.run(grow(question(), policy, tiny, config))
         errors = [text for text in root.answer if text.startswith("Error")]
         assert len(root.answer) == 41 and all("budget of tokens" in text for text in errors)
         assert not errors and spent < tokens or len(errors) > 20 and spent == tokens
@@ -306,7 +306,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
         assert error.startswith("Error") and "window holds 2000" in error
     assert root.end == "final" and [n.path for n in root.children] == [(0,), (1,)]
 
-    root = grown({}, task("why " * 3000), tokenizer=tiny, window=2000)
+    root = grown({}, question("why " * 3000), tokenizer=tiny, window=2000)
     assert (root.end, root.answer, root.messages) == ("window", None, [])
 
 
@@ -344,7 +344,7 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    _, lost = asyncio.run(collect([evidence(0), task("BAD")], picky, None, RLMConfig()))
+    _, lost = asyncio.run(collect([evidence(0), question("BAD")], picky, None, RLMConfig()))
     assert lost.failed == "refused: too long for the server"
 
 
@@ -363,7 +363,7 @@ def test_a_refusal_in_a_later_turn_ends_the_root_and_is_scored():
     ({"a": ["one"]}, evidence_kind.in_words('Quote all on "one".'), [1.0, 0.0])])
 def test_a_users_own_question_has_the_prompts_of_a_task_and_no_scores(gold, query, scores):
     """A generated one is put into words, and its children are scored on their parts."""
-    own = Task("q", "evidence", 'Quote all on "one".', {"a": "one", "b": "two"}, gold)
+    own = Question("q", "evidence", 'Quote all on "one".', {"a": "one", "b": "two"}, gold)
     root = grown({(): block("FINAL(rlm_query_batched(question, list(context.values())))"),
                  "*": block("FINAL(context)")}, own)
     assert root.answer == ["one", "two"] and root.messages[1].text.startswith(f"{query}\n")
@@ -407,7 +407,7 @@ def test_a_lost_tree_is_marked_and_the_others_go_on():
     assert [(r.reward, r.failed, r.group) for r in done] == [
         (1.0, "", "0"), (0.0, "OSError('the sampler is gone')", "1"), (1.0, "", "2"),
         (1.0, "", "3")]
-    assert [r.task.id for r in done] == ["t0", "t1", "t2", "t3"]
+    assert [r.question.id for r in done] == ["t0", "t1", "t2", "t3"]
     assert again == [(3, (), 0)] * 2  # with the same key
     assert sorted(cancelled) == [(0,), (0,), (1,), (1,)]  # both times
 
@@ -423,8 +423,8 @@ def test_a_bug_in_a_policy_ends_all():
 
 def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
     def scored(error):
-        async def score(task, answer, root):
-            if task.id == "t1":
+        async def score(question, answer, root):
+            if question.id == "t1":
                 raise error
             return 0.5
 
@@ -527,7 +527,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
         return [reads[1], reads[3]][node.written]
 
     root = grown({(): asks[1], "*": child},
-                Task("t", "question", example.query, example.context))
+                Question("t", "question", example.query, example.context))
     assert root.end == "final" and root.answer and not root.errors
     assert [message.text for message in root.messages[1:]] == asks
     assert reads in [[message.text for message in node.messages[1:]]
@@ -556,8 +556,8 @@ def test_the_same_seed_gives_the_same_answer_in_and_out_of_an_event_loop(monkeyp
             trained.completion(asked.query, asked.context))).start()
     assert [answers.get(timeout=60) for _ in range(3)] == [outside] * 3
 
-    async def grown(task, *_):
-        return Node(answer=task.context)
+    async def grown(question, *_):
+        return Node(answer=question.context)
 
     monkeypatch.setattr(ask, "grow", grown)
     assert trained.completion("Which?", {7: "a"}) == {"7": "a"}  # as the REPL has it

@@ -140,13 +140,13 @@ async def play(sampler, schedule, **options):
     async def one(i, arrival, ids, n, cancel, then):
         for _ in range(arrival):
             await asyncio.sleep(0)
-        task = asyncio.create_task(sampler.generate(ids, n, key=(i, 0), **options))
+        question = asyncio.create_task(sampler.generate(ids, n, key=(i, 0), **options))
         if cancel is not None:
             for _ in range(cancel):
                 await asyncio.sleep(0)
-            task.cancel()
+            question.cancel()
         try:
-            first = await task
+            first = await question
         except asyncio.CancelledError:
             return
         done.append(((i, 0), ids, n, first))
@@ -575,7 +575,7 @@ def test_a_loop_that_ends_under_running_requests_leaves_a_sampler_that_works():
         return tasks
 
     tasks = asyncio.run(abandoned())
-    assert all(task.cancelled() for task in tasks)
+    assert all(question.cancelled() for question in tasks)
     sampler.load(MODEL)  # which raises if a request counted as running
     assert asyncio.run(works(sampler))
 

@@ -14,7 +14,7 @@ from conftest import PAPERS
 
 import tasks
 import util
-from tasks import Task, evidence, reward
+from tasks import Question, evidence, reward
 from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
                            search, source)
 from tasks.questions import Questions, read, split
@@ -55,35 +55,37 @@ def letters(tmp_path):
 
 
 def test_a_file_is_a_task_like_ours(letters):
-    kind = tasks.load(letters)
-    task = tasks.make(kind, random.Random(5))
-    assert tasks.task_of(task) is tasks.load(letters) is kind
-    assert task.kind == Path(letters).stem and task.id.startswith(f"{task.kind}-")
-    assert reward(task, 7) == 1.0 and reward(task, 8) == 0.0
-    policy = script_policy([task], None, 0, alone=True)
+    task = tasks.load(letters)
+    question = tasks.make(task, random.Random(5))
+    assert tasks.task_of(question) is tasks.load(letters) is task
+    name = Path(letters).stem
+    assert question.task == name and question.id.startswith(f"{name}-")
+    assert reward(question, 7) == 1.0 and reward(question, 8) == 0.0
+    policy = script_policy([question], None, 0, alone=True)
     said = asyncio.run(policy(Node(), 100, (0, (), 0))).text
-    assert said == kind.oracle(task, Node())
-    assert help_of(kind.TOOLS) == "- count(text, letter='a'): How often a letter occurs."
+    assert said == task.oracle(question, Node())
+    assert help_of(task.TOOLS) == "- count(text, letter='a'): How often a letter occurs."
     space = {}
-    exec(source(kind.TOOLS), space)
+    exec(source(task.TOOLS), space)
     assert space["count"]("Banana") == 3
 
 
 def test_an_oracle_plays_generated_questions_and_scripts_those_of_a_file(letters):
-    for kind, played in ((letters, "letters"), ("evidence", "row")):
-        questions = Questions(tasks.load(kind), heldout=1)
-        questions.rows = [Task("row-1", "", "q", {}, {})]
+    for task, played in ((letters, "letters"), ("evidence", "row")):
+        questions = Questions(tasks.load(task), heldout=1)
+        questions.rows = [Question("row-1", "", "q", {}, {})]
         assert questions.draw("warmup", 0).id.startswith(played)
         assert questions.draw("grpo", 0) is questions.rows[0]
-    questions.rows = [Task(str(i), "", "q", {}, {}) for i in range(9)]
-    epochs = [[task.id for task in questions.batch(i, 9)] for i in range(3)]
+    questions.rows = [Question(str(i), "", "q", {}, {}) for i in range(9)]
+    epochs = [[question.id for question in questions.batch(i, 9)] for i in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(map(str, range(9)))
 
 
 def test_a_node_keeps_its_strategy(monkeypatch):
-    monkeypatch.setattr(evidence, "demonstrate", lambda task, node, rng: f"{rng.random()}")
-    policy = script_policy([Task("t", "evidence", "q", {}, {})], None, 0, alone=False)
+    monkeypatch.setattr(
+        evidence, "demonstrate", lambda question, node, rng: f"{rng.random()}")
+    policy = script_policy([Question("t", "evidence", "q", {}, {})], None, 0, alone=False)
     a, again, b, c = (asyncio.run(policy(Node(), 100, (0, path, turn))).text
                       for path, turn in (((), 0), ((), 1), ((0,), 0), ((1,), 0)))
     assert a == again and len({a, b, c}) == 3
@@ -98,12 +100,12 @@ def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, c
              {"question": None, "context": "c", "answer": 1}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    kind = tasks.load("", str(path))
-    assert tasks.name_of(kind) == "qa" and len(read(str(path), kind)) == 6
+    task = tasks.load("", str(path))
+    assert tasks.name_of(task) == "qa" and len(read(str(path), task)) == 6
     said = capsys.readouterr().out
     assert "so the task is qa" in said and "6 of 12 rows left out" in said
     for both in ({"answer": "a", "answers": None}, {"answer": None, "answers": ["a"]}):
-        assert kind.read({"question": "q", "context": "c", **both})[2] == ["a"]
+        assert task.read({"question": "q", "context": "c", **both})[2] == ["a"]
     path.write_text('{"text": "x"}')
     with pytest.raises(ValueError, match="qa: question, context"):
         tasks.load("", str(path))
@@ -139,9 +141,10 @@ def test_what_a_search_finds(text, asked, passages):
 
 
 def test_the_other_tools_read_the_layout_of_a_paper():
-    task = read(PAPERS, evidence)[0]
-    assert list_papers(task.context)[1] == ("tides-2", "The funnel at Fundy")
-    assert get_paper_abstract(task.context, "tides-3") == "Notes from two enclosed seas."
+    question = read(PAPERS, evidence)[0]
+    assert list_papers(question.context)[1] == ("tides-2", "The funnel at Fundy")
+    abstract = get_paper_abstract(question.context, "tides-3")
+    assert abstract == "Notes from two enclosed seas."
     assert get_paper_abstract({"x": "no such mark"}, "x") == ""
     assert extract_section("a (b) c (d) e", "(", ")") == "(b)"
     assert extract_section("(no end", "(", ")") == ""
@@ -166,34 +169,35 @@ def write(path, *rows):
     return path
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_the_public_schema_of_each_kind_is_read(tmp_path, kind):
-    row, query, context, gold = ROWS[kind]
-    task, = read(write(tmp_path / "rows.jsonl", row), tasks.load(kind))
-    assert task == Task(task.id, kind, query, context, gold)
-    right = {"oolong": "2023-01-06", "evidence": ["Some text."]}.get(kind, gold)
-    assert reward(task, right) == 1.0 and reward(task, query) == reward(task, None) == 0.0
+@pytest.mark.parametrize("task", ROWS)
+def test_the_public_schema_of_each_kind_is_read(tmp_path, task):
+    row, query, context, gold = ROWS[task]
+    question, = read(write(tmp_path / "rows.jsonl", row), tasks.load(task))
+    assert question == Question(question.id, task, query, context, gold)
+    right = {"oolong": "2023-01-06", "evidence": ["Some text."]}.get(task, gold)
+    assert reward(question, right) == 1.0
+    assert reward(question, query) == reward(question, None) == 0.0
 
 
 def selection(text, of="p"):
     return {"evidence": [{"paperId": of, "selections": [{"text": text}]}]}
 
 
-@pytest.mark.parametrize("kind, changes, field", [
+@pytest.mark.parametrize("task, changes, field", [
     ("evidence", {"question": 3}, "question"), ("evidence", {"evidence": []}, "evidence"),
     ("evidence", selection("Some text.", of="q"), "paperId"),
     ("evidence", selection("Somé text."), "text"), ("oolong", {"answer": 5}, "answer")],
     ids=lambda value: str(value)[:40])
 def test_a_bad_row_is_left_out_and_its_line_and_field_are_named(
-        tmp_path, kind, changes, field, capsys):
-    good = ROWS[kind][0]
+        tmp_path, task, changes, field, capsys):
+    good = ROWS[task][0]
     path = write(tmp_path / "rows.jsonl", good, good | changes)
-    assert len(read(path, tasks.load(kind))) == 1
+    assert len(read(path, tasks.load(task))) == 1
     first, named = capsys.readouterr().out.splitlines()
     assert first == f"{path}: 1 of 2 rows left out"
     assert "line 2: " in named and f"'{field}'" in named
     with pytest.raises(ValueError, match="rows.jsonl: no row can be used"):
-        read(write(path, changes), tasks.load(kind))
+        read(write(path, changes), tasks.load(task))
 
 
 def test_papers_and_evidence_may_be_json_in_a_string(tmp_path):
@@ -207,9 +211,9 @@ def test_papers_and_evidence_may_be_json_in_a_string(tmp_path):
     None, ("q", "c"), ("q", "c", "gold", 4), (1, "c", "gold"), ("q", None, "gold"),
     ("q", "c", {"a set"})])
 def test_what_a_users_file_returns_is_checked(made):
-    kind = types.SimpleNamespace(__file__="mine.py", make=lambda *a, **b: made)
+    task = types.SimpleNamespace(__file__="mine.py", make=lambda *a, **b: made)
     with pytest.raises(ValueError, match="^mine: "):
-        tasks.make(kind, random.Random(0))
+        tasks.make(task, random.Random(0))
 
 
 @pytest.mark.parametrize("paper, quoted", [
@@ -219,13 +223,13 @@ def test_what_a_users_file_returns_is_checked(made):
 def test_a_selection_may_have_other_line_breaks_than_its_paper(tmp_path, paper, quoted):
     """The gold is then what the paper says: that is what an answer can quote."""
     row = ROWS["evidence"][0] | {"papers": [PAPER | {"text": f"Before. {paper} After."}]}
-    task, = read(write(tmp_path / "rows.jsonl", row | selection(quoted)), evidence)
-    assert task.answer == {"p": [paper]} and reward(task, [paper]) == 1.0
+    question, = read(write(tmp_path / "rows.jsonl", row | selection(quoted)), evidence)
+    assert question.answer == {"p": [paper]} and reward(question, [paper]) == 1.0
 
 
 def test_split_is_disjoint_complete_and_the_same_every_time():
     for n in (2, 3, 10, 700):
-        every = [Task(str(i), "evidence", f"q{i}", {}, {}) for i in range(n)]
+        every = [Question(str(i), "evidence", f"q{i}", {}, {}) for i in range(n)]
         train, held = split(every)
         assert sorted(t.id for t in train + held) == sorted(t.id for t in every)
         assert len(held) == min(128, max(1, n // 5)) and train
@@ -240,19 +244,19 @@ def test_split_is_disjoint_complete_and_the_same_every_time():
     (lambda i: i // 3, 127, 127), (lambda i: max(i, 899), 100, 100),
     (lambda i: max(i, 989), 128, 10), (lambda i: i % 2, 128, 0), (lambda i: 0, 128, 0)])
 def test_a_split_loses_no_row_and_says_what_shares_texts(text_of, count, apart, capsys):
-    rows = [Task(str(i), "qa", "q", f"text {text_of(i)}", []) for i in range(1000)]
+    rows = [Question(str(i), "qa", "q", f"text {text_of(i)}", []) for i in range(1000)]
     for wanted in (0, 128):
         train, held = split(rows, wanted)
         assert len(held) == count and len(train) == 1000 - count
-        texts = {task.context for task in train}
-        assert sum(task.context not in texts for task in held) == apart
+        texts = {question.context for question in train}
+        assert sum(question.context not in texts for question in held) == apart
         said = [int(number) for number in re.findall(r"\d+", capsys.readouterr().out)]
         assert said == ([apart, 128, count - apart] if apart < 128 else [])
 
 
 def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
     def row(i, *papers):
-        return Task(str(i), "evidence", "q", {
+        return Question(str(i), "evidence", "q", {
             f"{i}-{p}": "\n" * (i % 2) + f"text of {p}" for p in papers})
 
     # Rows 0 to 3 are one chain of shared papers, of which the ends share none.
@@ -262,16 +266,19 @@ def test_rows_that_share_a_paper_are_on_one_side_of_the_split():
     assert len(held) == 4 and len(train) == 20
 
     def texts(tasks):
-        return {text.strip() for task in tasks for text in task.context.values()}
+        return {text.strip() for question in tasks for text in question.context.values()}
 
     assert not texts(train) & texts(held)
-    lists = [replace(task, context=[*task.context.values()]) for task in chain + pairs]
+    lists = [replace(question, context=[*question.context.values()])
+             for question in chain + pairs]
     assert [t.id for t in split(lists)[1]] == [t.id for t in held]  # whatever holds them
 
 
 @pytest.mark.parametrize("empty", ["", [], {"a": " "}])
 def test_where_there_is_no_text_the_same_question_is_on_one_side_of_the_split(empty):
-    rows = [Task(str(i), "qa", f"What is {i % 30}\n+  1?", empty, []) for i in range(100)]
+    rows = [Question(str(i), "qa", f"What is {i % 30}\n+  1?", empty, [])
+            for i in range(100)]
     train, held = split(rows)
-    assert not {task.query for task in train} & {task.query for task in held}
+    asked, kept = ({question.query for question in side} for side in (train, held))
+    assert not asked & kept
     assert 16 < len(held) <= 20

@@ -34,7 +34,7 @@ from grpo import Sequence
 from model import Decoder, DecoderConfig
 from rlm import Growth
 from sampler import Sampler
-from tasks import Task
+from tasks import Question
 from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
@@ -141,8 +141,8 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
         f"{step:06}" for step in run.shown]
 
     path = tmp_path / "trees" / "000010.jsonl"
-    for kept, tree in zip(read_trees(path, Task), scripted_trees, strict=True):
-        assert kept.task == replace(tree.task, context=None)
+    for kept, tree in zip(read_trees(path, Question), scripted_trees, strict=True):
+        assert kept.question == replace(tree.question, context=None)
         assert (kept.reward, kept.group) == (tree.reward, tree.group)
         for got, want in zip(kept.root.walk(), tree.root.walk(), strict=True):
             assert (got.path, got.answer) == (want.path, want.answer)
@@ -188,9 +188,9 @@ def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
 def scripted_trees(short_run):
     """Eight scripted trees for one question, with the ids of the short run's tokenizer."""
     tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    task = tasks.make(tasks.load("requests"), random.Random(0))
+    question = tasks.make(tasks.load("requests"), random.Random(0))
     config = setup.tiny_rlm(tasks.load("requests"))
-    trees = train.scripted_trees([task] * 8, tokenizer, config, 0, World())
+    trees = train.scripted_trees([question] * 8, tokenizer, config, 0, World())
     assert len({tree.reward for tree in trees}) > 2
     assert any(tree.root.children for tree in trees)
     return [replace(tree, group="one") for tree in trees]
@@ -218,7 +218,7 @@ def test_an_update_moves_the_weights_and_logs_what_to_watch(
 def test_a_batch_without_signal_changes_no_weight_and_ten_in_a_row_end_a_run(
         kl, loop_of, scripted_trees, capsys):
     loop = loop_of("--steps", 30, "--kl", kl)
-    flat = [Tree(tree.task, "g", tree.root, 0.5) for tree in scripted_trees]
+    flat = [Tree(tree.question, "g", tree.root, 0.5) for tree in scripted_trees]
     before = copies(loop.model)
     row = reinforce(loop, [flat] * 30)
     assert row["step"] == 10 and row["flat"] == 1 and ("entropy" in row) == (kl > 0)
@@ -424,11 +424,12 @@ def test_a_run_trains_on_what_its_flags_say(
     for label, questions in [*(("trees", call.args[0]) for call in played),
                              *((call.args[5], call.args[3]) for call in sampled)]:
         texts[label.split("_")[0]].update(
-            text for task in questions for text in task.context.values())
+            text for question in questions for text in question.context.values())
     assert all(texts.values())
     assert sum(map(len, texts.values())) == len(set.union(*texts.values()))
     first, second = (call.args[3] for call in sampled if call.args[5] == "trees")
-    assert not any(task in second for task in first) and len(sampled[0].args[3]) == 2
+    assert not any(question in second for question in first)
+    assert len(sampled[0].args[3]) == 2
 
     batches, given = ([[(node.ids, node.mask) for node in call.args[0]] for call in calls]
                       for calls in (imitated, packed[:4]))
@@ -570,7 +571,7 @@ def test_a_run_is_neither_overwritten_nor_changed_by_mistake(short_run, monkeypa
     for flags, says in (
             ((), "holds a run: --resume continues it"),
             (("--resume", "--seed", 7), "seed is 0; a resumed run cannot change it"),
-            (("--resume", "--trained", "root"), "credit is 'inherit'")):
+            (("--resume", "--trained", "roots"), "trained is 'all'")):
         assert says in command(train, monkeypatch, *SHORT, "--out", short_run, *flags)
         assert files() == before
 
@@ -592,7 +593,7 @@ def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
     (["--model", "/nowhere"], "/nowhere"),
     (["--resume"], "holds no run to resume"),
     (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--trained", "both"], "inherit or root or children"),
+    (["--trained", "both"], "all or roots or children"),
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1: it has to be at least 2"),
     (["--card", "80"], "--card needs --plan"),

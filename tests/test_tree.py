@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import Task
+from tasks import Question
 from tree import (Node, Tree, Sampling, Message, printable, read_trees, render,
                   write_trees)
 
@@ -45,15 +45,15 @@ def as_dicts(node):
 
 def test_a_ragged_tree_survives_the_file(tmp_path):
     path = str(tmp_path / "trees.jsonl")
-    task = Task("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
-    written = [Tree(task, "g", ragged(), 0.1 + 0.2),
-               Tree(task, "h", Node(end="failed"), 0.0, "OSError('lost')")]
+    question = Question("t\udc80", "evidence", "q\nq", {"p": "text"}, {"p": ["text"]})
+    written = [Tree(question, "g", ragged(), 0.1 + 0.2),
+               Tree(question, "h", Node(end="failed"), 0.0, "OSError('lost')")]
     write_trees(path, written)
 
     def fields(tree):
         return {**vars(tree), "root": as_dicts(tree.root)}
 
-    assert list(map(fields, read_trees(path, Task))) == list(map(fields, written))
+    assert list(map(fields, read_trees(path, Question))) == list(map(fields, written))
     assert Path(path).read_bytes().isascii()
 
 

@@ -155,8 +155,7 @@ def of_trees(trees: Iterable[tuple[str, Tree]], tokenizer=None,
              advantages: dict[Node, float] = {}) -> str:
     """The (label, tree) of a step, as the page holds them. `advantages` has those of the
     trained nodes. With a tokenizer, sampled tokens show how likely they were."""
-    values = [tree_values(label, tree, tokenizer, advantages)
-              for label, tree in trees]
+    values = [tree_values(label, tree, tokenizer, advantages) for label, tree in trees]
     return deflated({"trees": values})
 
 

@@ -183,11 +183,12 @@ class Run:
             return
         advantages = {node: statistics.fmean(given.advantages)
                       for node, given in credits.items() if given.advantages}
-        trees = [(f"#{i}", tree) for i, tree in enumerate(trees)]
+        labelled = [(f"#{i}", tree) for i, tree in enumerate(trees)]
         step = self.state.step
         os.makedirs(self.path("trees"), exist_ok=True)
         write_trees(self.path(f"trees/{step:06}.jsonl"), map(thinned, trees))
-        self.shown[step] = report.of_trees(trees, self.setup.tokenizer, advantages)
+        self.shown[step] = report.of_trees(
+            labelled, self.setup.tokenizer, advantages)
         self.shown.pop(step - KEPT_STEPS, None)
         for path in self.kept_trees():
             if int(path.stem) <= step - KEPT_STEPS:
