@@ -37,7 +37,10 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
     if model_dir and saved.exists():
-        config = changed(config, read_json(saved), saved)
+        values = read_json(saved)
+        if "seconds" in values:  # its name in earlier versions
+            values["tree_seconds"] = values.pop("seconds")
+        config = changed(config, values, saved)
     if rlm_file:
         config = changed(config, read_json(rlm_file), rlm_file)
     limits = replace(config.limits, sandbox=sandbox)

@@ -131,7 +131,8 @@ def dpo(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
             per_tree[min(rewards, key=rewards.get)] = -BETA / 2
             pairs += 1
 
-    # make_sequences divides by the scored trees and the length constant; the mean is over pairs.
+    # make_sequences divides by the scored trees and the length constant. The mean is over
+    # pairs.
     scored = sum(not tree.failed for tree in trees)
     scale = LENGTH_CONSTANT * scored / max(1, pairs)
     return {node: replace(given, weight=given.weight * scale)

@@ -114,7 +114,7 @@ def read_model(fields: dict, tensors: dict) -> Decoder:
 def read_tokenizer(fields: dict) -> Tokenizer:
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
     if given.get("pre") not in CUTS:
-        raise ValueError(f"no tokenizer {given['model']}, pre {given.get('pre')}")
+        raise ValueError(f"not supported: tokenizer {given['model']}, pre {given.get('pre')}")
     tokens, kinds = given["tokens"], given["token_type"]  # unused ones pad the embedding
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {str(i): {"content": tokens[i], "special": kind == TokenType.CONTROL, **flags}

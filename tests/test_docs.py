@@ -125,7 +125,7 @@ def test_the_oracle_answers_the_example(elsewhere, monkeypatch, capsys):
     monkeypatch.chdir(elsewhere)
     assert command(evaluation, monkeypatch, *arguments, "--save", "trees.jsonl") is None
     child = read_trees("trees.jsonl")[0].root.children[0]
-    assert child.seconds > 0
+    assert child.code_seconds > 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:5] == ["4", "1.000"]
 

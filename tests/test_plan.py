@@ -176,7 +176,7 @@ def test_the_longest_window_that_fits_with_the_least_change(
     every = [(math.inf, False), (SHORT, False), (0, False), (0, True)]
 
     def fitting(window):
-        plans = [replace(wanted, window=window, recompute_above=above, apart=apart)
+        plans = [replace(wanted, window=window, recompute_above=above, unmerged=apart)
                  for above, apart in every]
         return [plan for plan in plans[:changes] if plan.fits(ranks)]
 

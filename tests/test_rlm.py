@@ -25,7 +25,7 @@ from training.trees import collect
 from tree import Completion, Node, Refused, Message, Unscored, render
 
 
-def question(query="the question", context="the context"):
+def a_question(query="the question", context="the context"):
     return Question("t", "question", query, context)
 
 
@@ -64,7 +64,7 @@ class Script:
 def grown(says, question=None, tokenizer=None, **config):
     policy = says if callable(says) else Script(says, tokenizer)
     return asyncio.run(
-        grow(question or question(), policy, tokenizer, RLMConfig(**config)))
+        grow(question or a_question(), policy, tokenizer, RLMConfig(**config)))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
         (1,): [block("a = rlm_query('a', context[0])"),
                block("FINAL([a, rlm_query('b', context[1])])")],
         "*": block("FINAL(context.upper() if context != 'f' else None)"),
-    }, question(context="abcdefgh"), max_depth=2)
+    }, a_question(context="abcdefgh"), max_depth=2)
     assert [n.path for n in root.walk()] == [
         (), (0,), (0, 0), (0, 1), (0, 2), (0, 3), (1,), (1, 0), (1, 1)]
     assert {(n.kind, n.end, len(n.errors)) for n in root.walk()} == {("rlm", "final", 0)}
@@ -272,7 +272,7 @@ def test_only_what_is_used_refuses_a_message_in_whatever_order_they_are_sampled(
             return Completion(text, ids, (0.0,) * len(ids))
 
         config = RLMConfig(turn_tokens=60, tree_tokens=tokens, max_turns=1, max_nodes=50)
-        root = asyncio.run(grow(question(), policy, tiny, config))
+        root = asyncio.run(grow(a_question(), policy, tiny, config))
         errors = [text for text in root.answer if text.startswith("Error")]
         assert len(root.answer) == 41 and all("budget of tokens" in text for text in errors)
         assert not errors and spent < tokens or len(errors) > 20 and spent == tokens
@@ -291,8 +291,8 @@ def test_the_trees_seconds_in_code_end_nodes_with_budget(monkeypatch):
 
     monkeypatch.setattr(rlm.REPL, "execute", timed)
     says = {(): [x, block("FINAL(rlm_query('x'))")], "*": [x, x, block("FINAL('in')")]}
-    assert grown(says, seconds=7.0).answer == "in"
-    root = grown(says, seconds=6.0)
+    assert grown(says, tree_seconds=7.0).answer == "in"
+    root = grown(says, tree_seconds=6.0)
     assert root.answer.startswith("Error") and "time is used up" in root.answer
     assert (root.end, root.children[0].end) == ("final", "budget")
 
@@ -306,7 +306,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
         assert error.startswith("Error") and "window holds 2000" in error
     assert root.end == "final" and [n.path for n in root.children] == [(0,), (1,)]
 
-    root = grown({}, question("why " * 3000), tokenizer=tiny, window=2000)
+    root = grown({}, a_question("why " * 3000), tokenizer=tiny, window=2000)
     assert (root.end, root.answer, root.messages) == ("window", None, [])
 
 
@@ -344,7 +344,8 @@ def test_a_refused_call_is_an_error_string_and_the_budget_gets_its_tokens_back()
     assert two == ("Error: the call ended without an answer (the model's server refuses "
                    "the request)")
     assert [n.end for n in root.children] == ["text", "refused", "text", "refused"]
-    _, lost = asyncio.run(collect([evidence(0), question("BAD")], picky, None, RLMConfig()))
+    asked = [evidence(0), a_question("BAD")]
+    _, lost = asyncio.run(collect(asked, picky, None, RLMConfig()))
     assert lost.failed == "refused: too long for the server"
 
 
@@ -481,12 +482,12 @@ def test_a_configuration_survives_its_file_and_the_window_is_what_the_model_has(
 def test_a_file_changes_some_fields_and_a_wrong_one_is_named(tmp_path):
     RLMConfig(max_turns=3, limits=Limits(seconds=1.5)).save(tmp_path / "rlm.json")
     more = tmp_path / "more.json"
-    more.write_text('{"seconds": 7, "limits": {"output_chars": 9}}')
+    more.write_text('{"tree_seconds": 7, "limits": {"output_chars": 9}}')
     changed = load_config(str(tmp_path), rlm_file=str(more))
-    assert changed == RLMConfig(max_turns=3, seconds=7,
+    assert changed == RLMConfig(max_turns=3, tree_seconds=7,
                                 limits=Limits(seconds=1.5, output_chars=9))
     for text in ('{"turns": 2}', '{"max_turns": "2"}', '{"limits": {"second": 1}}',
-                 '{"max_turns": true}', '{"max_turns": -1}', '{"seconds": NaN}',
+                 '{"max_turns": true}', '{"max_turns": -1}', '{"tree_seconds": NaN}',
                  '{"style": "breif"}', "[1]"):
         more.write_text(text)
         with pytest.raises(ValueError, match="more.json: "):
