@@ -14,7 +14,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -152,23 +152,6 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
     assert 0 < len(saved_trees(path)) < len(scripted_trees)
 
 
-def test_tokens_end_a_run_and_the_best_weights_and_each_checkpoint_can_be_opened(
-        objective, short_run, tmp_path, monkeypatch):
-    out = tmp_path / "h"
-    assert command(train, monkeypatch, *SHORT, "--model", short_run / "warmup",
-                   "--warmup-steps", 0, "--heldout", 1, "--out", out, "--objective",
-                   objective, *"--tokens 1 --eval-every 1 --lora-rank 2".split()) is None
-    (step,) = [row for row in lines(out) if row["phase"] == "grpo"]
-    result = json.loads((out / "result.json").read_text())
-    assert step["grad_norm"] > 0 and result["sampled_tokens"] == step["tokens"] * 4
-    last = checkpoint.checkpoints(str(out))[-1]  # it has adapters alone
-    models = [RLM(path).sampler.model for path in (out / "final", out / "best", last)]
-    want = models[0].state_dict()
-    for model in models[1:]:
-        for name, weight in model.state_dict().items():
-            torch.testing.assert_close(weight, want[name])
-
-
 def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
         short_run, monkeypatch, capsys):
     command(train, monkeypatch, "--plan", "--model", short_run / "warmup", "--data", PAPERS)
@@ -242,6 +225,8 @@ def test_the_rate_rises_over_five_steps_and_falls_to_a_tenth():
     config = train.Config(lr=2.0, steps=100)
     rates = [train.learning_rate(config, State(step=step)) for step in (0, 4, 50, 100)]
     assert rates == pytest.approx([0.4, 2 * 0.964, 1.1, 0.2])
+    config = replace(config, tokens=8)  # they end a run, too
+    assert train.progress(config, State(step=1, sampled=8)) == 1
 
 
 def test_a_step_that_forgets_too_much_is_shortened(
@@ -290,6 +275,7 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
 
     pack = SimpleNamespace(pack_tokens=100, attention_cost=0.0, copy_cost=0.0)
     plan = SimpleNamespace(for_packs=pack, dtype=torch.float32)
+    assert forgetting.good_sequences(rows) == [rows[i] for i in (0, 1, 2, 3, 5, 7, 9, 10, 11)]
     watch, before = forgetting.Watch(model, rows, plan, World()), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
@@ -380,26 +366,14 @@ def test_a_teachers_trees_take_the_place_of_scripts(
             saved_trees(str(path))
 
 
-# --- what reaches the model ---------------------------------------------------------------
-
 @pytest.mark.parametrize("flags", ["--data {}/rows.jsonl", "--lora-rank 2"])
 def test_a_run_trains_on_what_its_flags_say(
         flags, objective, short_run, tmp_path, monkeypatch):
     """From nothing, interrupted in its second step, and with checkpoints of each."""
-    def spied(owner, name):
-        spy = Mock(wraps=getattr(owner, name))
+    def spied(owner, name, *effects):
+        spy = Mock(wraps=getattr(owner, name), side_effect=effects or None)
         monkeypatch.setattr(owner, name, spy)
         return spy.call_args_list
-
-    class Watched(setup.AdamW):
-        def step(self, closure=None):
-            (group,) = self.param_groups
-            if group["lr"]:  # else torch makes the moments that it will load
-                norm = torch.nn.utils.get_total_norm([w.grad for w in group["params"]])
-                steps.append((group["lr"], norm.item()))
-                if len(steps) == 2:
-                    raise KeyboardInterrupt
-            return super().step(closure)
 
     rows = [{"question": "Who?", "context": {"a": f"Ann {i} did."}, "answer": f"Ann {i}"}
             for i in range(20)]
@@ -407,12 +381,13 @@ def test_a_run_trains_on_what_its_flags_say(
     (tmp_path / "rlm.json").write_text('{"turn_tokens": 16}')
     for owner, name, value in (
             (setup, "TINY_MODEL", SMALL_MODEL), (setup, "TOKENIZER_TREES", 32),
-            (settings, "SCRIPTED", 16), (training.run, "SAVE_SECONDS", -1.0),
-            (setup, "AdamW", Watched)):
+            (settings, "SCRIPTED", 16), (training.run, "SAVE_SECONDS", -1.0)):
         monkeypatch.setattr(owner, name, value)
     imitated, played = spied(train, "imitate"), spied(train, "scripted_trees")
     sampled, packed = spied(train, "sample_trees"), spied(train.packing, "packs")
-    out, steps = tmp_path / "a", []
+    clipped = spied(torch.nn.utils, "clip_grad_norm_")
+    stepped = spied(train, "optimizer_step", DEFAULT, KeyboardInterrupt, *[DEFAULT] * 4)
+    out = tmp_path / "a"
     message = command(train, monkeypatch, *SHORT, "--out", out, "--warmup-steps", 3,
                       "--heldout", 2, "--eval-every", 2, "--seed", 1, "--kl", 0.1, "--lr",
                       0.01, "--rlm", tmp_path / "rlm.json", "--objective", objective,
@@ -435,14 +410,19 @@ def test_a_run_trains_on_what_its_flags_say(
                       for calls in (imitated, packed[:4]))
     assert batches == given
     assert batches[0] != batches[1] == batches[2] != batches[3]
-    rates, norms = zip(*steps)
+    rates = [call.args[2] for call in stepped]
     assert rates[0] > rates[1] == rates[2] > rates[3] and rates[4] < rates[5]
-    assert max(norms) == pytest.approx(settings.SCRATCH.max_norm, rel=1e-3)
-    assert len(steps) == 6 and not any(call.args[3].lora_rank for call in imitated)
+    assert [call.args[1] for call in clipped] == [settings.SCRATCH.max_norm] * 5
+    assert not any(call.args[3].lora_rank for call in imitated)
     drawn, other = (run / "init" / "model.safetensors" for run in (out, short_run))
     assert drawn.read_bytes() != other.read_bytes()  # the other has another seed
     kl = [row["reference_kl"] for row in lines(out) if row["phase"] == "grpo"]
     assert abs(kl[0]) < 1e-6 < kl[1]
+    final, *others = (
+        RLM(path).sampler.model.state_dict() for path in
+        (out / "final", out / "best", checkpoint.checkpoints(str(out))[-1]))
+    for other in others:
+        torch.testing.assert_close(other, final)
 
 
 @pytest.mark.parametrize("program, flags", [
@@ -462,8 +442,8 @@ def test_flags_arrive_where_they_are_used(program, flags, short_run, tmp_path, m
                     *flags.format(tmp_path / str(seed)).split())
         (_, most), given = generate.call_args
         assert (most, given["key"][0]) == (5, seed)
-        drawn = Sampling() if program is train else Sampling(0.5, 0.25)
-        assert given["sampling"] == drawn
+        drawn = () if program is train else (0.5, 0.25)
+        assert given["sampling"] == Sampling(*drawn)
     (first, *_), (last, tools, limits, _) = (call.args for call in repl.call_args_list)
     assert "def search" in tools and limits.sandbox == "off"
     assert (first != last) == (program is evaluation)  # its questions are drawn by --seed
