@@ -226,7 +226,8 @@ def measure(flags: EvalConfig) -> None:
         cells[cell] = by_question(records)
         say(report.table_lines(summary(records, *cell)))
         if flags.samples > 1 and cells[cell]:
-            say(report.sample_lines(cells[cell].values(), flags.samples))
+            rewards = by_question(records, "reward")
+            say(report.sample_lines(rewards.values(), flags.samples))
         for why in sorted({record["failed"] for record in records} - {""})[:3]:
             say(report.note(f"lost: {why:.200}"))
         name = " ".join(str(part) for part in cell if part is not None)

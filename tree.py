@@ -117,8 +117,8 @@ class Node:
     end: str = ""  # why it ended: one of ENDS; "" while it grows
     reason: str = ""  # if its REPL died, what the server said
     errors: list[int] = field(default_factory=list)  # numbers of turns without working code
-    # A child's own score, if the task has one; only some objectives read it. A root has the
-    # task's score here where --reward replaces it.
+    # The task's score of a root's answer; and of a child's, if the task has one for it,
+    # which only some objectives read.
     score: float | None = None
     counted: int = 0  # sampled tokens of messages without ids, where a server counted them
     code_seconds: float = 0.0  # of its code, as Result.seconds

@@ -114,7 +114,8 @@ def read_model(fields: dict, tensors: dict) -> Decoder:
 def read_tokenizer(fields: dict) -> Tokenizer:
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
     if given.get("pre") not in CUTS:
-        raise ValueError(f"not supported: tokenizer {given['model']}, pre {given.get('pre')}")
+        name, pre = given["model"], given.get("pre")
+        raise ValueError(f"not supported: tokenizer {name}, pre {pre}")
     tokens, kinds = given["tokens"], given["token_type"]  # unused ones pad the embedding
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {str(i): {"content": tokens[i], "special": kind == TokenType.CONTROL, **flags}

@@ -39,7 +39,7 @@ from tasks.questions import Questions
 from tasks.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, settings, setup, forgetting
-from training.run import Run, State, find, weights_of
+from training.run import Run, State, read_state, weights_of
 from tree import Tree, Sampling, Message, read_trees, write_trees
 from util import read_flags
 
@@ -275,7 +275,8 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
 
     pack = SimpleNamespace(pack_tokens=100, attention_cost=0.0, copy_cost=0.0)
     plan = SimpleNamespace(for_packs=pack, dtype=torch.float32)
-    assert forgetting.good_sequences(rows) == [rows[i] for i in (0, 1, 2, 3, 5, 7, 9, 10, 11)]
+    good = [rows[i] for i in (0, 1, 2, 3, 5, 7, 9, 10, 11)]
+    assert forgetting.good_sequences(rows) == good
     watch, before = forgetting.Watch(model, rows, plan, World()), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
@@ -463,7 +464,7 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     (last / "state.json").write_text(json.dumps(state))
     (tmp_path / "run.json").write_text("{}")
     config = train.Config(out=str(tmp_path), model="M", resume=True)
-    state = find(config)
+    state = read_state(config)
     want = {"last": str(last), "model": "M", "warmup": str(tmp_path / "warmup")}
     assert weights_of(config, state) == want[weights]
     assert (state.step, state.checkpoint) == (7, str(last))

@@ -44,7 +44,8 @@ def describe(trees: list[Tree], credits: dict) -> dict:
     nodes = [node for tree in scored for node in tree.root.walk()]
     n = len(scored)
     row = {
-        "reward": sum(tree.reward for tree in scored) / n,
+        "reward": fmean(tree.reward for tree in scored),
+        "score": fmean(tree.root.score for tree in scored),
         "reward_std": fmean(pstdev(trees[i].reward for i in members)
                             for members in scored_groups(trees).values()),
         "flat": sum(is_flat(tree.root) for tree in scored) / n,
@@ -58,15 +59,12 @@ def describe(trees: list[Tree], credits: dict) -> dict:
         "deaths": dict(Counter(node.reason for node in nodes if node.reason)),
         "ends": dict(Counter(tree.root.end for tree in scored).most_common()),
     }
-    own = [r.root.score for r in scored if r.root.score is not None]
-    if own:  # --reward replaces the task's own score, and the roots keep the latter
-        row["score"] = sum(own) / len(own)
     for depth in sorted({node.depth for node in nodes}):
         level = [node for node in nodes if node.depth == depth]
         row[f"tokens_d{depth}"] = fmean(node.sampled for node in level)
         row[f"errors_d{depth}"] = fmean(len(node.errors) for node in level)
         scores = [node.score for node in level if node.score is not None]
-        if scores:
+        if depth and scores:
             row[f"score_d{depth}"] = fmean(scores)
     return row
 
@@ -87,14 +85,14 @@ def shares(ends: dict[str, int]) -> str:
 def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
     lost = f" | failed {m['failed']}" if m["failed"] else ""
-    own = f" (score {m['score']:.3f})" if "score" in m else ""
+    score = f" (score {m['score']:.3f})" if m["score"] != m["reward"] else ""
     update = "no signal, no step"
     if m["sequences"]:
         update = f"entropy {m['entropy']:.2f} grad {m['grad_norm']:.2f} " \
                  f"forgot {m['forgot']:.2f}"
         if m["step_left"] < 1:
             update += f" in {m['step_left']:.2g} of a step"
-    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{own} | "
+    return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{score} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
             f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{lost} | "
             f"flat {m['flat']:.0%} | {update} | "

@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
 CURVES = {  # a metric of metrics.jsonl, and the caption of its chart
     "reward": "mean of the sampled trees; dots: evaluations",
-    "score": "the task's own, where a reward replaces it",
+    "score": "of the task, where --reward replaces it",
     "flat": "share of trees without any advantage",
     "asks": "share of roots that ask children",
     "ran": "share of messages whose code ran",
@@ -82,8 +82,8 @@ def table_lines(row: dict) -> str:
             f"{number(row, 'nodes', 5, 1)} {number(row, 'seconds', 7, 1)}")
     notes = [f"roots ended: {shares(row['ends']) or 'none'}",
              f"lost trees: {row['failed']}"]
-    if row["own"] is not None:  # where --reward replaced it
-        notes.append(f"the task's own score: {row['own']:.3f}")
+    if row["reward"] != row["score"]:
+        notes.append(f"reward: {row['reward']:.3f}")
     return f"{line}\n{note('; '.join(notes))}"
 
 
@@ -136,14 +136,14 @@ def measured(metrics: Sequence[dict]) -> dict:
     """The curves over the steps of GRPO that have two points, with the reward the scores on
     questions that were asked alone; and the steps that were shortened."""
     steps = [m for m in metrics if m.get("phase") == "grpo"]
-    scores = [(m["step"], m["score"], m["name"]) for m in metrics
+    dots = [(m["step"], m["reward"], m["name"]) for m in metrics
               if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
     curves = []
     for name, caption in CURVES.items():
         line = [(m["step"], m[name]) for m in steps if name in m]
-        if len(line) > 1:
+        if len(line) > 1 and line not in [curve["line"] for curve in curves]:
             curves.append({"name": name, "caption": caption, "line": line,
-                           "dots": scores if name == "reward" else []})
+                           "dots": dots if name == "reward" else []})
     shortened = {m["step"]: m["step_left"] for m in steps if m.get("step_left", 1) < 1}
     return {"curves": curves, "shortened": shortened}
 

@@ -54,11 +54,11 @@ def starting_state(config: Config, world: World) -> State:
     """What the run continues from, or begins with, on all ranks. Raises ValueError if --out
     holds a run and --resume is not given, or the other way round; if it holds anything
     else; or if a flag cannot change."""
-    state = _starting_state(config) if world.rank == 0 else None
+    state = read_state(config) if world.rank == 0 else None
     return world.gather(state)[0]
 
 
-def _starting_state(config: Config) -> State:
+def read_state(config: Config) -> State:
     out, earlier = config.out, os.path.join(config.out, "run.json")
     holds_run = os.path.exists(earlier)
     if os.path.isdir(out) and os.listdir(out) and not holds_run:
@@ -209,7 +209,7 @@ class Run:
         self.log({"phase": "eval", "name": name, "step": self.state.step,
                   "sampled": self.state.sampled, **row})
         print(f"{report.HEAD}\n{report.table_lines(row | {'task': name})}")
-        return row["score"]
+        return row["reward"]
 
     def report(self) -> None:
         """OUT/report.html: the scores, the curves, and the trees since the run began, or

@@ -30,18 +30,18 @@ def record_of(tree: Tree) -> dict:
     """What the statistics read of an answer. A context's length is its characters / 4."""
     nodes = list(tree.root.walk())
     return {"id": tree.question.id, "context": len(as_text(tree.question.context)) // 4,
-            "score": tree.reward, "own": tree.root.score,  # None without --reward
+            "score": tree.root.score, "reward": tree.reward,
             "failed": tree.failed, "end": tree.root.end,
             "nodes": len(nodes), "out": sum(n.sampled + n.counted for n in nodes)}
 
 
-def by_question(records: list[dict]) -> dict[str, list[float]]:
-    """The scores of each question's trees, by the question's id. Lost trees are left
-    out, and with them a question that has no other."""
+def by_question(records: list[dict], name: str = "score") -> dict[str, list[float]]:
+    """The scores, or rewards, of each question's trees, by the question's id. Trees that
+    failed are left out, and with them a question that has no other."""
     found: dict[str, list[float]] = {}
     for record in records:
         if not record["failed"]:
-            found.setdefault(record["id"], []).append(record["score"])
+            found.setdefault(record["id"], []).append(record[name])
     return found
 
 
@@ -60,7 +60,7 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
     return {
         "task": task, "method": method, "length": length, **mean_of(means),
         "failed": len(records) - len(scored),
-        **{name: mean(name) for name in "own in out nodes seconds".split()},
+        **{name: mean(name) for name in "reward in out nodes seconds".split()},
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
 

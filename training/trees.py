@@ -72,13 +72,13 @@ async def attempt(grown: Callable, question: Question,
 
 async def reward_of(root: Node, question: Question,
                     reward: Callable | None = None) -> float:
-    """The task's score of the answer, or `reward(question, answer, root)` in its place,
-    plain or async. Then the task's own score is kept as root.score. Raises ValueError if a
-    score is no finite number."""
-    own = await tasks.scored(tasks.task_of(question).score, question, root.answer)
+    """The task's score of the answer, which is kept as root.score, or in its place
+    `reward(question, answer, root)`, plain or async. Raises ValueError if one is no finite
+    number."""
+    score = tasks.task_of(question).score
+    root.score = await tasks.scored(score, question, root.answer)
     if reward is None:
-        return own
-    root.score = own
+        return root.score
     return await tasks.scored(reward, question, root.answer, root)
 
 
