@@ -145,13 +145,13 @@ def test_a_script_answers_every_kind_and_the_records_add_up(command, tmp_path):
 
 def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path):
     ids = {}
-    for side in ("train", "heldout", "all"):
-        for name, flags in (("generated", ["--tasks", "evidence", "--n", 12]),
-                            ("rows", ["--data", PAPERS])):
-            path = tmp_path / name
-            assert command("--policy", "oracle", *flags, "--save", path,
-                           "--split", side)[0] is None
-            ids[name, side] = {r.question.id for r in read_trees(path, Question)}
+    sides = {"generated": ("train", "heldout"), "rows": ("train", "heldout", "all")}
+    flags = {"generated": ["--tasks", "evidence", "--n", 12], "rows": ["--data", PAPERS]}
+    for name, side in [(name, side) for name in sides for side in sides[name]]:
+        path = tmp_path / name
+        assert command("--policy", "oracle", *flags[name], "--save", path,
+                       "--split", side)[0] is None
+        ids[name, side] = {tree.question.id for tree in read_trees(path, Question)}
     held = {question.id for question in heldout_tasks(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
@@ -165,7 +165,7 @@ def test_with_a_reward_the_tasks_own_score_is_reported_beside_it(command, tmp_pa
     (tmp_path / "half.py").write_text("score = lambda task, answer, root: root.score / 2")
     message, text = command("--policy", "oracle", "--n", 2, "--save",
                             tmp_path / "trees.jsonl", "--reward", tmp_path / "half.py")
-    assert message is None and text.rstrip().endswith("own score: 1.000")
+    assert message is None and text.rstrip().endswith("reward: 0.500")
     trees = read_trees(tmp_path / "trees.jsonl", Question)
     assert [(tree.reward, tree.root.score) for tree in trees] == [(0.5, 1)] * 2
 
@@ -233,8 +233,8 @@ def test_against_saved_trees_each_question_is_paired_with_itself(command, tmp_pa
     saved = tmp_path / f"{'long' * 20}.jsonl"
     assert command(*ask, "--samples", 2, "--save", saved)[0] is None
     trees = read_trees(saved, Question)
-    first = [replace(trees[0], reward=0.5), replace(trees[1], reward=0.0)]
-    second = [replace(trees[2], failed="lost", reward=0.0), trees[3]]
+    trees[0].root.score, trees[1].root.score = 0.5, 0.0
+    first, second = trees[:2], [replace(trees[2], failed="lost"), trees[3]]
     write_trees(saved, [*trees[4:], *first, *second])
     message, text = command(*ask, "--against", saved)
     *_, shorter, longer = " ".join(text.split()).split("rlm1 minus")

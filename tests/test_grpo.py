@@ -342,8 +342,11 @@ def test_a_step_is_described_by_the_trees_that_did_not_fail():
     leaf = replace(node((0,), 2), kind="llm", score=0.0)
     trees = [made(0.2, replace(node((), 4, leaf), errors=[1])), made(0.8)]
     trees += [made(0.5, group="alone"), made(1.0, failed="lost")]
+    for tree, score in zip(trees, (0.1, 0.3, 0.2)):
+        tree.root.score = score
     row = describe(trees, credit(trees, GRPOConfig()))
-    assert row["reward"] == 0.5 and row["flat"] == 1 / 3  # the one without a comparison
+    assert row["flat"] == 1 / 3  # the one without a comparison
+    assert (row["reward"], row["score"]) == pytest.approx((0.5, 0.2))
     assert row["asks"] == 1 / 3
     assert (row["nodes"], row["tokens"]) == (4 / 3, 10 / 3)
     assert row["reward_std"] == pytest.approx(0.15)  # 0.3 of the group, 0 of the lone tree

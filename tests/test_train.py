@@ -460,7 +460,7 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     last = tmp_path / "checkpoints" / f"{phase}-000007"
     for part in ["../warmup-000001", *parts]:
         (last / part).mkdir(parents=True)
-    state = {"phase": phase, "step": 7, "seconds": 99.0}
+    state = {"phase": phase, "step": 7, "elapsed": 99.0}
     (last / "state.json").write_text(json.dumps(state))
     (tmp_path / "run.json").write_text("{}")
     config = train.Config(out=str(tmp_path), model="M", resume=True)
