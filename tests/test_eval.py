@@ -147,7 +147,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
     ids = {}
     sides = {"generated": ("train", "heldout"), "rows": ("train", "heldout", "all")}
     flags = {"generated": ["--tasks", "evidence", "--n", 12], "rows": ["--data", PAPERS]}
-    for name, side in [(name, side) for name in sides for side in sides[name]]:
+    for name, side in [(name, side) for name, each in sides.items() for side in each]:
         path = tmp_path / name
         assert command("--policy", "oracle", *flags[name], "--save", path,
                        "--split", side)[0] is None
