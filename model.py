@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import hf
-from engine.attention import PackedLayout, Layout, recomputed, gather, linear_float32
+from engine.attention import (Layout, PackedLayout, gather, head_for, linear_float32,
+                              recomputed)
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, upcast
 from engine.lora import Adaptable, Linear
 from engine.packing import Pack
@@ -345,9 +346,9 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_N, chunk):
         of_x, of_weight, *_ = ctx.needs_input_grad
-        parts, slopes = [], []
+        parts, slopes, head_VD = [], [], head_for(weight_VD)
         for x, target in zip(x_ND.split(chunk), target_N.split(chunk)):
-            all_nV = linear_float32(x, weight_VD)  # n D -> n V
+            all_nV = linear_float32(x, head_VD)  # n D -> n V
             norm_n = all_nV.logsumexp(-1)  # n V -> n
             all_nV -= norm_n[:, None]  # logits become log-probabilities
             chosen_n = all_nV.gather(1, target[:, None])[:, 0]  # n V -> n
@@ -374,9 +375,10 @@ class HeadLogprobs(torch.autograd.Function):
             return (slope_ND * grad_N[:, None]).to(slope_ND.dtype), None, None, None
         x_ND, weight_VD, target_N, norm_N = ctx.saved_tensors
         dx_ND, dweight_VD = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
+        head_VD = head_for(weight_VD)
         for begin in range(0, len(x_ND), ctx.chunk):
             n = slice(begin, begin + ctx.chunk)
-            all_nV = linear_float32(x_ND[n], weight_VD)  # n D -> n V
+            all_nV = linear_float32(x_ND[n], head_VD)  # n D -> n V
             all_nV -= norm_N[n, None]
             d_nV = logits_gradient(all_nV, target_N[n], grad_N[n]).to(x_ND.dtype)
             torch.mm(d_nV, weight_VD, out=dx_ND[n])  # n V -> n D

@@ -115,6 +115,7 @@ class Sampler:
         self.cache = PrefixCache(self.pool.shape[2] - 1, self.pool.shape[3])
         states = self.attention.states
         self.snapshots = Snapshots(states) if states else None
+        self.attention.reset()
 
     async def generate(self, ids: list[int], max_tokens: int,
                        sampling: Sampling = Sampling(), stop=(),
@@ -170,7 +171,6 @@ class Sampler:
             self._forget()
             for page in [page for r in lost for page in r.page_table]:
                 self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
-            self.attention.reset()
             if not isinstance(error, Exception):
                 raise
 

@@ -263,6 +263,7 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
             loss, per_token = policy_loss(logprobs, entropy, pack, config, run.setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
             part.update(totals(loss, per_token))  # adds
+            watch.note(pack, logprobs)
         parts = world.gather(part)
         norm = optimizer_step(model, optimizer, lr, sum(part["loss"] for part in parts))
         forgot, left = forgetting.shorten(optimizer, watch.forgot)

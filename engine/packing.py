@@ -105,7 +105,7 @@ class Pack:
     ids: Tensor  # (1, T)
     mask: Tensor  # (1, T), 1 for sampled tokens
     lengths: list[int]  # of each sequence, in tokens
-    depths: list[int]  # of each sequence's node
+    sequences: list  # what they were made of
     sampled: list[int]  # of each sequence, its sampled tokens
     sampler_logprobs: Tensor  # (N), their log-probabilities when they were sampled
     advantages: Tensor  # (N)
@@ -134,7 +134,7 @@ def collate(sequences: list, device) -> Pack:
         ids=torch.tensor([ids or [0]], device=device),
         mask=torch.tensor([mask or [0]], device=device),
         lengths=[len(sequence.ids) for sequence in sequences] or [1],
-        depths=[sequence.depth for sequence in sequences],
+        sequences=sequences,
         sampled=[sum(sequence.mask) for sequence in sequences],
         sampler_logprobs=flat(
             lambda sequence: [p for p, m in zip(sequence.logprobs, sequence.mask) if m]),

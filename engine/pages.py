@@ -2,7 +2,8 @@
 
 `FlashPages` reads the pages in place, on CUDA; `GatheredPages` works everywhere. In both,
 `forward` writes the keys and values of a step into the pages and returns the requests that
-sample and their logits; `reset` forgets everything that is not in the pages.
+sample and their logits; `reset` forgets everything that is not in the pages, and has to
+be called when weights have changed.
 
 A step is a list of (request, n): the request computes its next n tokens. A request has
 `ids` (its tokens), `computed` (how many of these are in its pages), `page_table` (these
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import delta
-from engine.attention import causal, linear_float32, lower_right
+from engine.attention import causal, head_for, linear_float32, lower_right
 from engine.device import free_bytes
 from engine.states import STATES_PER_WINDOW, States, StepLayout, state_bytes, zeros
 
@@ -198,6 +199,7 @@ class GatheredPages:
         self.reset()
 
     def reset(self) -> None:
+        self.head = head_for(self.model.lm_head.weight)
         L, _, _, _, K, E = self.pool.shape
         self.rows = self.pool.new_zeros(L, 2, 0, K, 0, E)  # L 2 B K T E
         self.held = []  # for each row: the request, and how many of its tokens
@@ -236,7 +238,7 @@ class GatheredPages:
                                dtype=torch.int64, device=self.pool.device)
         layout = StepLayout(attend, delta.rule_step, self.states, state_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], layout)[0]
-        return sampling(step), linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
+        return sampling(step), linear_float32(hidden_ND[last_B], self.head)
 
     def _arrange(self, step: list) -> tuple[list, list]:
         """The requests with one token, in the order of their rows, which hold their keys

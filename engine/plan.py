@@ -154,11 +154,17 @@ class Plan:
             running += 22 * channels + 38 * heads * dimension
         logits = 4 * self.pack_tokens * self.config.vocab_size
         logits = min(LARGEST_LOGITS[self.device], logits)
-        head = 2 * logits + 3 * self.pack_tokens * hidden * size
+        head = 2 * logits + 3 * self.pack_tokens * hidden * size + self.wide_head
         # The head's gradient is the first, and is float32.
         whole = 0 if self.lora_rank else 4 * self.config.vocab_size * hidden
         most = self.pack_tokens * kept + max(head, self.pack_tokens * running) + whole
         return most if self.for_packs == self else max(most, self.for_packs.activations())
+
+    @property
+    def wide_head(self) -> int:
+        """Bytes of the head in float32, which a CPU makes of one of 16 bits."""
+        widened = self.device == "cpu" and self.dtype.itemsize < 4
+        return widened * 4 * self.config.vocab_size * self.config.hidden_size
 
     @property
     def window_bytes(self) -> int:
@@ -181,14 +187,14 @@ class Plan:
             gathered += (sizes.embedding + sizes.layer) * (size + 4)
             trained, weights = sizes.model, 4 * sizes.model
         casts = ranks > 1 or (not self.lora_rank and size != 4)
-        copies = casts or (self.lora_rank and not self.unmerged)
+        copies = casts or (self.lora_rank > 0 and not self.unmerged)
         parts = {
             "weights": weights // ranks,
             "reference": self.reference * sizes.model * size // ranks,
             "gradients": 4 * trained // ranks,
             "optimizer": 8 * trained // ranks,
             "gathered": gathered if casts else 0,
-            "sampler copy": sizes.model * size if copies else 0,
+            "sampler copy": copies * sizes.model * size + self.wide_head,
             "activations": self.activations(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.

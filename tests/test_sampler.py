@@ -480,13 +480,14 @@ def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestric
 
 # --- weights ---------------------------------------------------------------------------
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_new_weights_reach_the_sampler_with_load(copy, float64):
+@pytest.mark.parametrize("how", [
+    {"copy": True}, {"copy": True, "dtype": torch.bfloat16}, {}])
+def test_new_weights_reach_the_sampler_with_load(how, float64):
     """From the trainer to its own copy, or as it shares a model with adapters."""
-    trained = build(0)
+    trained, copy = build(0), "copy" in how
     if not copy:
         trained.add_lora(2, 32.0)
-    sampler = make(trained, batch=2, copy=copy)
+    sampler = make(trained, batch=2, **how)
     assert (sampler.model is trained) == (not copy)
 
     def sample():
@@ -499,7 +500,8 @@ def test_new_weights_reach_the_sampler_with_load(copy, float64):
                 weight += 0.1
     assert not copy or sample().ids == before.ids
     sampler.load(trained)
-    after, fresh = sample(), alone(trained.merged_copy(), [3, 1, 4, 1, 5], 12, key=(1,))
+    plain = trained.merged_copy(how.get("dtype"))
+    after, fresh = sample(), alone(plain, [3, 1, 4, 1, 5], 12, key=(1,))
     assert after.ids == fresh.ids != before.ids
     assert close(after.logprobs, fresh.logprobs)
 

@@ -29,6 +29,7 @@ import train
 import training.run
 from ask import RLM
 from config import load_config
+from engine import packing
 from engine.parallel import World
 from grpo import Sequence
 from model import Decoder, DecoderConfig
@@ -258,6 +259,18 @@ def test_a_step_that_forgets_too_much_is_shortened(
     assert forgetting.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
 
 
+def watch_of(model, rows, dtype):
+    """It has seen the rows in other packs than those of its own."""
+    def plan_of(tokens):
+        packs = SimpleNamespace(pack_tokens=tokens, attention_cost=0.0, copy_cost=0.0)
+        return SimpleNamespace(for_packs=packs, dtype=dtype)
+
+    watch = forgetting.Watch(model, rows, plan_of(2000), World())
+    for pack in packing.packs(rows, plan_of(400), World(), "cpu"):
+        watch.note(pack, model.logprobs(pack)[0])
+    return watch
+
+
 def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
     """At the worst depth. Of the second depth every other node is watched."""
     monkeypatch.setattr(forgetting, "WATCHED", 3)
@@ -273,11 +286,9 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
             return [model(torch.tensor([row.ids]))[0, 29:-1].log_softmax(-1).gather(
                 1, torch.tensor(row.ids[30:])[:, None]).sum().item() for row in rows]
 
-    pack = SimpleNamespace(pack_tokens=100, attention_cost=0.0, copy_cost=0.0)
-    plan = SimpleNamespace(for_packs=pack, dtype=torch.float32)
     good = [rows[i] for i in (0, 1, 2, 3, 5, 7, 9, 10, 11)]
     assert forgetting.good_sequences(rows) == good
-    watch, before = forgetting.Watch(model, rows, plan, World()), scores()
+    watch, before = watch_of(model, rows, torch.float32), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         for weight in model.parameters():
@@ -295,11 +306,9 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
     model, rng = copy.deepcopy(master).bfloat16(), random.Random(0)
     rows = [Sequence([rng.randrange(999) for _ in range(320)], [0] * 20 + [1] * 300, [],
                      [1.0], 1.0) for _ in range(16)]
-    pack = SimpleNamespace(pack_tokens=2000, attention_cost=0.0, copy_cost=0.0)
     forgot = []
     for dtype in (torch.float32, torch.bfloat16):  # what the plan says of the same model
-        watch = forgetting.Watch(model, rows, SimpleNamespace(for_packs=pack, dtype=dtype),
-                             World())
+        watch = watch_of(model, rows, dtype)
         with torch.no_grad():
             for weight, wide in zip(model.parameters(), master.parameters()):
                 wide += 1e-6 * torch.randn_like(wide).sign()

@@ -18,7 +18,7 @@ the sum of the log-probabilities by about ROUNDING * sqrt(N), up or down. What a
 lose by this alone, in the mean, is subtracted.
 """
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable
 
 import torch
@@ -35,34 +35,42 @@ ROUNDING = 0.02  # of a token's log-probability; 0.01 to 0.03 were measured
 
 
 class Watch:
-    """How much the policy has forgotten since this was made."""
+    """How much the policy forgets by a step. Before it, `note` is told what the update's
+    own forward pass says of every pack."""
 
     def __init__(self, model, sequences: list, plan, world):
         self.model, self.world = model, world
         self.rounding = ROUNDING if plan.dtype == torch.bfloat16 else 0.0
-        self.packs = packing.packs(good_sequences(sequences), plan, world, DEVICE)
-        self.before = self.logprobs()
+        self.sequences = good_sequences(sequences)
+        self.packs = packing.packs(self.sequences, plan, world, DEVICE)
+        self.places = {id(sequence): i for i, sequence in enumerate(self.sequences)}
+        self.before = {}  # place of a sequence -> its log-probability, of this rank's packs
+
+    def note(self, pack: packing.Pack, logprobs: Tensor) -> None:
+        """The log-probabilities of the sampled tokens of a pack, before the step."""
+        self.before |= self.of_sequences(pack, logprobs)
+
+    def of_sequences(self, pack: packing.Pack, logprobs: Tensor) -> dict[int, float]:
+        """The sums over the watched sequences of a pack."""
+        parts = logprobs.detach().cpu().double().split(pack.sampled)
+        places = [self.places.get(id(sequence)) for sequence in pack.sequences]
+        return {place: part.sum().item()
+                for place, part in zip(places, parts) if place is not None}
 
     @torch.no_grad()
-    def logprobs(self) -> list[Tensor]:
-        """Of the sampled tokens, pack by pack."""
-        return [self.model.logprobs(pack)[0] for pack in self.packs]
-
     def forgot(self) -> float:
         """In [0, 1], the same on all ranks."""
-        forgotten = []
-        for pack, before, after in zip(self.packs, self.before, self.logprobs()):
-            sequences = (after - before).double().split(pack.sampled)
-            for depth, part in zip(pack.depths, sequences):
-                by_rounding = expected_loss(self.rounding * math.sqrt(len(part)))
-                # A NaN counts as forgotten, not as 0.
-                change = part.sum().nan_to_num(-math.inf).item()
-                share = -math.expm1(min(0.0, change))
-                forgotten.append((depth, share - by_rounding))
+        now = {}
+        for pack in self.packs:
+            now |= self.of_sequences(pack, self.model.logprobs(pack)[0])
+        before, after = (ChainMap(*self.world.gather(part)) for part in (self.before, now))
         lost = defaultdict(list)
-        for part in self.world.gather(forgotten):
-            for depth, share in part:
-                lost[depth].append(share)
+        for i, sequence in enumerate(self.sequences):
+            change = after[i] - before[i]
+            # A NaN counts as forgotten, not as 0.
+            share = 1.0 if math.isnan(change) else -math.expm1(min(0.0, change))
+            by_rounding = expected_loss(self.rounding * math.sqrt(sum(sequence.mask)))
+            lost[sequence.depth].append(share - by_rounding)
         return max([0.0, *(sum(each) / len(each) for each in lost.values())])
 
 
