@@ -22,7 +22,7 @@ from repl import cut
 from rlm import grow, local_policy
 from sandbox.protocol import json_value
 from tasks import Question
-from tasks.text import estimated_tokens, as_text
+from tasks.common import as_text, estimated_tokens
 from tree import ENDS, Completion, Lost, Node, Refused, Sampling, printable
 from util import flag
 
@@ -79,8 +79,9 @@ def aloud(policy: Callable) -> Callable:
     """The policy, which says on stderr what a node reads and then what it wrote. Children
     run side by side."""
     async def speaking(node: Node, max_tokens: int, key: tuple) -> Completion:
-        texts = [message.text for message in node.conversation]
-        size = len(node.ids) or sum(map(estimated_tokens, texts))
+        size = len(node.ids)
+        if not size:
+            size = sum(estimated_tokens(message.text) for message in node.conversation)
         read = cut(printable(node.messages[-1].text), SHOWN)
         print(f"--- {node.name} reads {size:,} tokens, which end with\n{read}",
               file=sys.stderr)

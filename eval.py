@@ -33,8 +33,8 @@ from repl import REPLError, trees_at_once
 from rlm import grow
 from sampler import SamplerError
 from tasks import Question
-from tasks.questions import heldout_tasks, read, split
-from tasks.scripts import message_of, scripted
+from training.questions import heldout_tasks, read, split
+from training.scripts import message_of, scripted
 from training import report
 from training.scores import by_question, differences, record_of, summary, method_of
 from training.trees import attempt, side_by_side

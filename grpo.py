@@ -107,22 +107,18 @@ def inherit(trees: list[Tree], per_tree: list[float],
     return result
 
 
-def node_weights(root: Node, config: GRPOConfig) -> dict[Node, float]:
+def node_weights(root: Node, config: GRPOConfig,
+                 weight: float = 1.0) -> dict[Node, float]:
     """The factor of each node's J_node in J(root): the product of 1/k from the root down.
 
     Nodes that sampled nothing are absent. Children "sum" makes all 1."""
-    weights = {}
-
-    def visit(node: Node, weight: float) -> None:
-        if node.sampled:
-            weights[node] = weight
-        children = [child for child in node.children if child.sampled]
-        if config.children == "mean":
-            weight /= max(1, len(children))
-        for child in children:
-            visit(child, weight)
-
-    visit(root, 1.0)
+    weights, children = {}, [child for child in root.children if child.sampled]
+    if root.sampled:
+        weights[root] = weight
+    if config.children == "mean":
+        weight /= max(1, len(children))
+    for child in children:
+        weights |= node_weights(child, config, weight)
     return weights
 
 

@@ -10,8 +10,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-from tasks.in_repl import block, help_of
-from tasks.text import ALONE, LETTERS, Example, as_text, describe
+from tasks.common import ALONE, LETTERS, Example, as_text, block, describe, help_of
 from tree import Node
 
 FENCE = re.compile(r"(?<!`)(`{3,})repl[ \t]*\r?\n")

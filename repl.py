@@ -93,7 +93,7 @@ class REPL:
         """Run one block. Errors of the code are in the result. After FINAL the
         REPL is to be closed at once: code that catches its exception would run on.
 
-        `await on_query(kind, prompts, contexts)` returns one JSON value per prompt: `kind`
+        `await on_query(kind=, prompts=, contexts=)` returns one JSON value per prompt: `kind`
         is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises closes
         the REPL and is raised here. Raises REPLError if the process cannot be started (also
         if `tools` raises), if the server is lost, and if the REPL is closed. A context that
@@ -107,20 +107,7 @@ class REPL:
         if start is not None:
             self._connect()
             messages.insert(0, (b"S", start))
-        return await self._exchange(messages, on_query or no_model)
-
-    def _connect(self) -> None:
-        try:
-            self._sock, theirs = socket.socketpair()
-            self._sock.setblocking(False)
-            with theirs:
-                Handle.request(theirs, self.limits, SERVER)
-        except OSError as error:
-            raise REPLError(f"the REPL server cannot be reached: {error}") from error
-
-    async def _exchange(self, messages: list, on_query: Callable) -> Result:
-        """Send the frames of a block, then answer queries until its result comes."""
-        count, most = 0, self.limits.queries
+        count, most, answer = 0, self.limits.queries, on_query or no_model
         try:
             await self._send(*messages)
             while True:
@@ -138,17 +125,26 @@ class REPL:
                     query = read_query(data)
                 except (ValueError, TypeError, RecursionError) as error:  # forged
                     return Result(error=f"ProtocolError: {error}", died="protocol")
-                prompts = query[1]
-                count += len(prompts)
+                asked = len(query["prompts"])
+                count += asked
                 if count > most:
                     problem = f"Error: a block may ask {most} queries, this is {count}"
-                    answers = [problem] * len(prompts)
+                    answers = [problem] * asked
                 else:
-                    answers = await on_query(*query)
+                    answers = await answer(**query)
                 await self._send((b"R", answers))
         except BaseException:  # cancelling too: the rest of an exchange would be misread
             self._close()
             raise
+
+    def _connect(self) -> None:
+        try:
+            self._sock, theirs = socket.socketpair()
+            self._sock.setblocking(False)
+            with theirs:
+                Handle.request(theirs, self.limits, SERVER)
+        except OSError as error:
+            raise REPLError(f"the REPL server cannot be reached: {error}") from error
 
     async def _send(self, *messages: tuple[bytes, Any]) -> None:
         if self._sock is None:

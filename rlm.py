@@ -32,8 +32,7 @@ from config import RLMConfig
 from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, cut
 from tasks import Question
-from tasks.in_repl import source
-from tasks.text import estimated_tokens
+from tasks.common import estimated_tokens, source
 from tree import ENDS, Completion, Node, Refused, Sampling, Message
 from util import expect
 
@@ -120,8 +119,9 @@ class Growth:
 
     def room(self, node: Node) -> int:
         """Tokens left in the node's window, estimated where there is no tokenizer."""
-        texts = [message.text for message in node.conversation]
-        used = len(node.ids) or sum(map(estimated_tokens, texts))
+        used = len(node.ids)
+        if not used:
+            used = sum(estimated_tokens(message.text) for message in node.conversation)
         return self.config.window - used
 
     async def sample(self, node: Node) -> None:

@@ -29,18 +29,18 @@ prefill (2308.16369), prefix caching (SGLang, 2312.07104). Shapes: B requests, V
 more in engine/pages.py.
 """
 import asyncio
+import contextlib
 import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.device import suited_to
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
 from engine.prefix import PrefixCache, Snapshots, prefix_hash
@@ -49,6 +49,7 @@ from tree import Completion, Lost, Sampling
 
 STEP_TOKENS = 2048  # of prompts in one step, beside one token per request that decodes
 CHUNK = 128  # tokens of the vocabulary
+SMALL_MODEL = 10_000_000  # parameters
 
 
 class SamplerError(Lost):
@@ -290,6 +291,20 @@ class Sampler:
             self.snapshots.stop(request)
         self.cache.release(request)
         request.computed = 0
+
+
+@contextlib.contextmanager
+def suited_to(parameters: int) -> Iterator[None]:
+    """Within it, torch has as many CPU threads as suit a model with so many parameters: one
+    below SMALL_MODEL, otherwise all. With matrices this small, threads mostly wait for each
+    other (measured), and one thread leaves the other cores to the REPLs."""
+    before = torch.get_num_threads()
+    if parameters < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sample(logits_BV: torch.Tensor, requests: list[Request]) -> np.ndarray:

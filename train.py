@@ -40,7 +40,6 @@ import util
 from engine import packing
 from engine.device import DEVICE
 from engine.parallel import World, full_tensor
-from engine.plan import Plan
 from grpo import Sequence, policy_loss
 from model import Decoder
 from prompts import opening
@@ -48,8 +47,8 @@ from repl import REPLError
 from rlm import local_policy
 from sampler import Sampler, SamplerError
 from tasks import Question
-from training import forgetting, settings
-from training.metrics import Clock, means, shares, totals
+from training import settings
+from training.metrics import Clock, Watch, of_steps, shares, shorten
 from training.run import Run, State, flags_of_run, resuming
 from training.scores import WHAT_HELPS
 from training.settings import GROUPS, Config
@@ -95,7 +94,7 @@ def train(config: Config, world: World) -> None:
 
     if "heldout_warmup" not in state.results:
         evaluate(run, model, sampler, "heldout_warmup", setup.questions.heldout)
-    grpo_loop(run, model, optimizer, sampler)
+    grpo_loop(run, model, optimizer, reference_of(setup, state), sampler)
     run.save_checkpoint(model, optimizer)
     run.save_model(model, "final")
     evaluate(run, model, sampler, "heldout_final", setup.questions.heldout)
@@ -133,7 +132,7 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
 def warm_up(setup: Setup, state: State) -> Run:
     """Supervised steps on what scripts, or a saved policy, wrote. They leave OUT/warmup.
     Returns the run that they begin."""
-    config, plan, steps = setup.config, setup.plan, setup.config.warmup_steps
+    config, steps = setup.config, setup.config.warmup_steps
     nodes = warm_up_nodes(setup) if state.step < steps else []
     model, optimizer = load(setup, state)
     run = Run(setup, state)
@@ -142,13 +141,12 @@ def warm_up(setup: Setup, state: State) -> Run:
                  disable=None)
     for step in bar:
         rng = random.Random(f"{config.seed} warmup rows {step}")
-        count = settings.defaults(plan.config.hidden_size).warmup_nodes
-        batch = rng.choices(nodes, k=count)
-        loss = imitate(batch, plan, setup.world, model)
+        batch = rng.choices(nodes, k=setup.defaults.warmup_nodes)
+        loss = imitate(batch, setup, model)
         rising = min(9 * (step + 1) / steps, 1.0)  # over a ninth of the steps
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))  # falls from 1 to 0
         lr = config.warmup_lr * rising * (0.05 + 0.95 * cosine)
-        optimizer_step(model, optimizer, lr, loss)
+        optimizer_step(model, optimizer, lr, loss, setup.defaults.max_norm)
         state.step += 1
 
         last = state.step == steps
@@ -164,18 +162,18 @@ def warm_up(setup: Setup, state: State) -> Run:
     return run
 
 
-def imitate(nodes: list[Node], plan: Plan, world: World, model: Decoder) -> float:
+def imitate(nodes: list[Node], setup: Setup, model: Decoder) -> float:
     """The gradient of the mean of -log p over the sampled tokens of the nodes. Returns that
     mean."""
     sequences = [Sequence(node.ids, node.mask, [], [], 1) for node in nodes]
     tokens = sum(node.sampled for node in nodes)
     total = 0.0
-    for pack in packing.packs(sequences, plan, world, DEVICE):
+    for pack in packing.packs(sequences, setup.pack_size, setup.world, DEVICE):
         logprobs, _ = model.logprobs(pack)
         loss = -logprobs.sum() / tokens
-        (loss * world.size).backward()  # FSDP averages over the ranks
+        (loss * setup.world.size).backward()  # FSDP averages over the ranks
         total += loss.item()
-    return sum(world.gather(total))
+    return sum(setup.world.gather(total))
 
 
 def warm_up_nodes(setup: Setup) -> list[Node]:
@@ -190,8 +188,8 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
     for node in [node for tree in trees for node in tree.root.walk()]:
         node.messages = setup.tokenizer.encode_messages(node.messages, node.example)
     if not trees:
-        per_step = settings.defaults(plan.config.hidden_size).warmup_nodes
-        count = min(config.warmup_steps * per_step, settings.SCRIPTED)
+        count = config.warmup_steps * setup.defaults.warmup_nodes
+        count = min(count, settings.SCRIPTED)
         asked = [setup.questions.draw("warmup", i) for i in range(count)]
         trees = scripted_trees(
             asked, setup.tokenizer, setup.rlm_config, config.seed, setup.world)
@@ -211,11 +209,12 @@ def warm_up_nodes(setup: Setup) -> list[Node]:
 # ------------------------------------------------------------------------------------------
 # GRPO
 
-def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> None:
+def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None,
+              sampler: Sampler) -> None:
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     setup, state = run.setup, run.state
     config, questions = setup.config, setup.questions
-    reference, clock = reference_of(setup, state), Clock(sampler.stats)
+    clock = Clock(sampler.stats)
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
@@ -246,33 +245,25 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, sampler: Sampler) -> N
 
 def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None,
            batches: list[list[Sequence]]) -> dict:
-    """One optimizer step per batch of sequences that has any. Returns the rate and what was
-    measured: means over all tokens; and of the worst step the gradient's norm before
-    clipping, how much the policy forgot, and the share of the step that is left."""
-    config, plan, world = run.setup.config, run.setup.plan, run.setup.world
-    lr, sums = learning_rate(config, run.state), Counter()
-    measured = {"lr": lr, "grad_norm": 0.0, "forgot": 0.0, "step_left": 1.0}
+    """One optimizer step per batch of sequences that has any. A step that makes the policy
+    forget is shortened. Returns what was measured."""
+    setup = run.setup
+    config, world, lr = setup.config, setup.world, learning_rate(setup.config, run.state)
     batches = [sequences for sequences in batches if sequences]
     packs_of = [[grpo.with_references(pack, config, model, reference)  # before any step
-                 for pack in packing.packs(sequences, plan, world, DEVICE)]
+                 for pack in packing.packs(sequences, setup.pack_size, world, DEVICE)]
                 for sequences in batches]
+    steps = []
     for sequences, packs in zip(batches, packs_of):
-        part, watch = Counter(), forgetting.Watch(model, sequences, plan, world)
+        watch = Watch(model, sequences, setup)
         for pack in packs:
             logprobs, entropy = model.logprobs(pack)
-            loss, per_token = policy_loss(logprobs, entropy, pack, config, run.setup.loss)
+            loss, per_token = policy_loss(logprobs, entropy, pack, config, setup.loss)
             (loss * world.size).backward()  # FSDP averages over the ranks
-            part.update(totals(loss, per_token))  # adds
-            watch.note(pack, logprobs)
-        parts = world.gather(part)
-        norm = optimizer_step(model, optimizer, lr, sum(part["loss"] for part in parts))
-        forgot, left = forgetting.shorten(optimizer, watch.forgot)
-        measured |= {"grad_norm": max(norm, measured["grad_norm"]),
-                     "forgot": max(forgot, measured["forgot"]),
-                     "step_left": min(left, measured["step_left"])}
-        for part in parts:
-            sums.update(part)
-    return means(sums, len(batches)) | measured
+            watch.note(pack, logprobs, loss, per_token)
+        norm = optimizer_step(model, optimizer, lr, watch.loss(), setup.defaults.max_norm)
+        steps.append((watch.sums, norm, *shorten(optimizer, watch.forgot)))
+    return {"lr": lr} | of_steps(steps)
 
 
 def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Question],
@@ -305,11 +296,11 @@ def learning_rate(config: Config, state: State) -> float:
     return config.lr * rising * (1 - 0.9 * progress(config, state))
 
 
-def optimizer_step(model: Decoder, optimizer: AdamW, lr: float, loss: float) -> float:
+def optimizer_step(model: Decoder, optimizer: AdamW, lr: float, loss: float,
+                   max_norm: float) -> float:
     """Clip the gradient, step, clear it. Returns its norm before clipping. Raises
     FloatingPointError before a NaN gets into the weights."""
     weights = [w for w in model.parameters() if w.grad is not None]
-    max_norm = settings.defaults(model.config.hidden_size).max_norm
     norm = full_tensor(torch.nn.utils.clip_grad_norm_(weights, max_norm)).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise FloatingPointError(

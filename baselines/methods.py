@@ -17,7 +17,7 @@ from collections.abc import Callable
 import prompts
 from config import RLMConfig
 from tasks import Question, requests
-from tasks.text import estimated_tokens, as_text
+from tasks.common import as_text, estimated_tokens
 from tree import Node, Message
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "

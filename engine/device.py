@@ -1,7 +1,5 @@
 """What a run computes on, and in which type."""
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +9,6 @@ from engine import hf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Bytes of float32 logits at a time; those of 32k tokens of Qwen3 would take 20 GB.
 LARGEST_LOGITS = {"cuda": 1 << 30, "cpu": 1 << 27}
-SMALL_MODEL = 10_000_000  # parameters
 
 
 def free_bytes() -> int:
@@ -43,17 +40,3 @@ def compute_dtype(path: str = "") -> torch.dtype:
 def upcast(x: torch.Tensor) -> torch.Tensor:
     """In float32, or in float64 if it is of that type."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@contextlib.contextmanager
-def suited_to(parameters: int) -> Iterator[None]:
-    """Within it, torch has as many CPU threads as suit a model with so many parameters: one
-    below SMALL_MODEL, otherwise all. With matrices this small, threads mostly wait for each
-    other (measured), and one thread leaves the other cores to the REPLs."""
-    before = torch.get_num_threads()
-    if parameters < SMALL_MODEL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,13 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+class PackSize(NamedTuple):
+    """How much a pack holds, and what its tokens cost."""
+    tokens: int  # distinct ones, at most
+    attention_cost: float = 0.0  # a token of a sequence of T takes the time 1 + this * T
+    copy_cost: float = 0.0  # each token adds this to the distinct ones, for its copied keys
+
+
 @dataclass
 class Load:
     """Sequences that are to be computed together, while they are divided."""
@@ -50,7 +58,7 @@ class Load:
 
 
 def prefix_groups(sequences: list, limit: float, attention_cost: float,
-          copy_cost: float) -> list[Load]:
+                  copy_cost: float) -> list[Load]:
     """The sequences that begin alike in packs of at most this size, or of one sequence. In
     the order of their tokens, a sequence joins the one before it, unless the two share
     little: small packs are easier to divide."""
@@ -67,15 +75,12 @@ def prefix_groups(sequences: list, limit: float, attention_cost: float,
     return result
 
 
-def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
-                  copy_cost: float = 0.0, rank: int = 0, ranks: int = 1) -> list[list]:
-    """This rank's share of the sequences, as packs of at most max_tokens distinct tokens.
-    Each token of a sequence adds copy_cost to that, for the copy of its keys and values.
+def divided(sequences: list, size: PackSize, rank: int = 0, ranks: int = 1) -> list[list]:
+    """This rank's share of the sequences, as packs of this size.
 
-    A sequence that is longer than max_tokens is a pack by itself. Every rank gets the same
-    number of packs; some are empty if sequences are few. A token in a sequence of T tokens
-    takes the time 1 + attention_cost * T. At any moment all ranks work on packs of similar
-    cost, so that no rank waits long for another."""
+    A longer sequence is a pack by itself. Every rank gets the same number of packs; some
+    are empty if sequences are few. At any moment all ranks work on packs of similar cost,
+    so that no rank waits long for another."""
     def placed(units: list[Load], packs: list[Load]) -> bool:
         """Put each unit into the cheapest pack that has room, the largest first."""
         for unit in sorted(units, key=attrgetter("size"), reverse=True):
@@ -86,10 +91,11 @@ def divided(sequences: list, max_tokens: int, attention_cost: float = 0.0,
             min(with_room, key=attrgetter("cost")).add(unit.sequences, unit.size, unit.cost)
         return True
 
-    units = prefix_groups(sequences, max_tokens, attention_cost, copy_cost)
+    max_tokens, *costs = size
+    units = prefix_groups(sequences, max_tokens, *costs)
     if ranks > 1:  # so small that no rank is left without
         limit = min(max_tokens, sum(unit.size for unit in units) / ranks)
-        units = prefix_groups(sequences, limit, attention_cost, copy_cost)
+        units = prefix_groups(sequences, limit, *costs)
     tokens = sum(min(unit.size, max_tokens) for unit in units)
     count = math.ceil(tokens / max_tokens / ranks) * ranks  # the least, equal for each rank
     while not placed(units, packs := [Load() for _ in range(count)]):
@@ -114,11 +120,9 @@ class Pack:
     reference_logprobs: Tensor | None = None  # (N), those of pi_ref, for a KL term
 
 
-def packs(sequences: list, plan, world, device) -> list[Pack]:
-    """This rank's share of the sequences, as packs on the device. `plan` is a Plan."""
-    plan = plan.for_packs
-    shares = divided(sequences, plan.pack_tokens, plan.attention_cost, plan.copy_cost,
-                           world.rank, world.size)
+def packs(sequences: list, size: PackSize, world, device) -> list[Pack]:
+    """This rank's share of the sequences, as packs on the device."""
+    shares = divided(sequences, size, world.rank, world.size)
     return [collate(share, device) for share in shares]
 
 

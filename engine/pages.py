@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import delta
-from engine.attention import causal, head_for, linear_float32, lower_right
+from engine.attention import (StepLayout, causal, head_for, linear_float32,
+                              lower_right)
 from engine.device import free_bytes
-from engine.states import STATES_PER_WINDOW, States, StepLayout, state_bytes, zeros
+from engine.states import STATES_PER_WINDOW, States, state_bytes, zeros
 
 decode, rule_step = None, delta.rule_step
 if torch.cuda.is_available():  # Triton comes with torch for CUDA, on Linux

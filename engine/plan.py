@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, free_bytes
+from engine.packing import PackSize
 from engine.pages import FlashPages, GatheredPages, window_bytes
 from engine.states import shapes
 from util import readable
@@ -82,6 +83,11 @@ class Plan:
         if not self.recompute or not self.recompute_above:
             return self
         return replace(self, window=self.recompute_above, recompute_above=math.inf)
+
+    @property
+    def pack_size(self) -> PackSize:
+        plan = self.for_packs
+        return PackSize(plan.pack_tokens, plan.attention_cost, plan.copy_cost)
 
     @property
     def layers(self) -> tuple[int, int]:

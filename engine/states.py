@@ -1,16 +1,13 @@
-"""The recurrent states of a hybrid, for the sampler: where they lie, and how a step reads
-and writes them. Which state belongs to whom is for engine/prefix.py.
+"""The recurrent states of a hybrid, for the sampler: where they lie. A step reads and
+writes them by StepLayout (engine/attention.py). Which state belongs to whom is for
+engine/prefix.py.
 
 A state has two parts for each linear layer: the matrix of its delta rule, and the last
 inputs of its convolution. Shapes: L linear layers, S states; more in engine/delta.py.
 """
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
-
-from engine.delta import Runs, convolve, rule, taps
 
 STATES_PER_WINDOW = 3  # of the KV cache
 
@@ -57,56 +54,3 @@ class States:
         """From state 0 zeros are copied, whatever it holds."""
         for states in (self.inputs, self.matrices):
             states[:, target] = states[:, source] if source else 0
-
-
-class StepLayout:
-    """The tokens of a step of the sampler: one each of B requests that decode, whose states
-    are `decoding` (B,), then those of `prompts`, a list of (request, tokens). It has the
-    methods of engine.attention.Layout. `attend` is given, and `rule_step`, which computes
-    the delta rule for one token."""
-
-    def __init__(self, attend: Callable, rule_step: Callable, states: States | None,
-                 decoding: Tensor, prompts: list):
-        self.attend, self.rule_step = attend, rule_step
-        self.states, self.decoding, self.prompts = states, decoding, None
-        if not prompts or states is None:
-            return
-        requests, counts = zip(*prompts)
-        device, kept = decoding.device, states.inputs.shape[2]
-        self.prompts = torch.tensor([r.state for r in requests], device=device)  # R
-        total, starts = sum(counts), np.cumsum((0, *counts))
-        before = np.arange(total) - 1
-        before[starts[:-1]] = -1
-        self.runs = Runs(before, device)
-        # After the tokens stand the kept inputs of their states, which they follow.
-        ends = total + kept * np.arange(1, len(counts) + 1)
-        before = np.append(before, np.arange(total, ends[-1]) - 1)
-        before[starts[:-1]] = ends - 1
-        index = taps(before, len(before), kept + 1)
-        self.taps = torch.as_tensor(index[:total], device=device)  # N W
-        self.last = torch.as_tensor(index[starts[1:] - 1, 1:], device=device)  # R W-1
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        x, inputs, outs = x[0], self.states.inputs[layer], []
-        B = len(self.decoding)
-        if B:
-            seen = torch.cat((inputs[self.decoding], x[:B, None]), 1)  # B W C
-            inputs.index_copy_(0, self.decoding, seen[:, 1:])
-            index = torch.arange(seen.shape[0] * seen.shape[1], device=x.device)
-            outs.append(convolve(seen.flatten(0, 1), index.view(seen.shape[:2]), weight))
-        if self.prompts is not None:
-            seen = torch.cat((x[B:], inputs[self.prompts].flatten(0, 1)))
-            outs.append(convolve(seen, self.taps, weight))
-            inputs.index_copy_(0, self.prompts, seen[self.last])
-        return torch.cat(outs)[None]  # 1 N C
-
-    def recur(self, layer: int, *inputs: Tensor) -> Tensor:
-        inputs, matrices, outs = [x[0] for x in inputs], self.states.matrices[layer], []
-        B = len(self.decoding)
-        if B:
-            outs.append(self.rule_step(matrices, self.decoding, *(x[:B] for x in inputs)))
-        if self.prompts is not None:
-            out, ends = rule(*(x[B:] for x in inputs), self.runs, matrices[self.prompts])
-            matrices.index_copy_(0, self.prompts, ends[self.runs.last])
-            outs.append(out)
-        return torch.cat(outs)[None]  # 1 N H V

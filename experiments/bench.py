@@ -17,7 +17,7 @@ import engine  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from engine import hf
-from engine.packing import collate, divided
+from engine.packing import PackSize, collate, divided
 from grpo import GRPOConfig, Sequence, policy_loss
 from model import Decoder, DecoderConfig
 from sampler import Sampler
@@ -111,7 +111,7 @@ def sequence_of(ids: list[int], given: int) -> Sequence:
 
 def our_losses(model: Decoder, sequences: list[Sequence],
                max_tokens: int) -> Iterator[torch.Tensor]:
-    for share in divided(sequences, max_tokens):
+    for share in divided(sequences, PackSize(max_tokens)):
         pack = collate(share, model.lm_head.weight.device)
         logprobs, entropies = model.logprobs(pack)
         yield policy_loss(logprobs, entropies, pack, GRPOConfig())[0]

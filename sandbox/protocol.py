@@ -80,8 +80,8 @@ def read_result(data: bytes, limits: Limits) -> Result:
     return replace(result, final=json_value(result.final), draft=json_value(result.draft))
 
 
-def read_query(data: bytes) -> tuple[str, list[str], list | None]:
-    """A Q frame as (kind, prompts, contexts). Raises like `read_result`."""
+def read_query(data: bytes) -> dict[str, Any]:
+    """A Q frame as the arguments of `on_query`. Raises like `read_result`."""
     kind, prompts, contexts = json.loads(data[HEADER.size :])
     known = kind in ("llm", "rlm") and isinstance(prompts, list) and prompts
     if not known or not all(isinstance(text, str) for text in prompts):
@@ -89,7 +89,7 @@ def read_query(data: bytes) -> tuple[str, list[str], list | None]:
     if contexts is not None:
         pairs = zip(prompts, contexts, strict=True)
         contexts = [json_value(context) for _, context in pairs]
-    return kind, prompts, contexts
+    return {"kind": kind, "prompts": prompts, "contexts": contexts}
 
 
 def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:

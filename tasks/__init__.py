@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 import util
-from tasks import in_repl
+from tasks import common
 
 NAMES = ("requests", "evidence", "deep", "qa", "oolong")
 
@@ -50,7 +50,7 @@ class Question:
 
 # The users' tasks, by the stems of their files; and that of a question which a user asks
 # about files: it has tools, but no score.
-_loaded: dict[str, ModuleType] = {"question": in_repl}
+_loaded: dict[str, ModuleType] = {"question": common}
 
 
 def load(spec: str, data: str | None = None) -> ModuleType:
@@ -59,7 +59,7 @@ def load(spec: str, data: str | None = None) -> ModuleType:
     name, and where two tasks have one name."""
     spec = spec or (name_by_fields(data) if data else "requests")
     if spec in NAMES:
-        return importlib.import_module(f"tasks.{spec}")
+        return _loaded.setdefault(spec, importlib.import_module(f"tasks.{spec}"))
     if not util.is_path(spec):
         raise ValueError(f"there is no task {spec!r}; there are: {', '.join(NAMES)}, "
                          "or path/to/my_task.py")

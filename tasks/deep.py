@@ -11,8 +11,7 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from tasks.in_repl import block
-from tasks.text import CODAS, ONSETS, VOWELS, pick, strings_in
+from tasks.common import CODAS, ONSETS, VOWELS, block, pick, strings_in
 
 # A node has one message. It has room for one call, to at most two children.
 TINY = {"max_depth": 2, "max_turns": 1, "turn_tokens": 24, "window": 64, "max_nodes": 15,

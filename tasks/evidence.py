@@ -9,9 +9,9 @@ import json
 import re
 from dataclasses import replace
 
-from tasks.in_repl import TOOLS, block, word_of  # noqa: F401  its tools are those
-from tasks.text import (ADJECTIVES, ALONE, LETTERS, NOUNS, Example, field, how_many,
-                        make_sentence, make_term, pick, strings_in)
+from tasks.common import TOOLS  # noqa: F401  its tools are those
+from tasks.common import (ADJECTIVES, ALONE, LETTERS, NOUNS, Example, block, field,
+                          how_many, make_sentence, make_term, pick, strings_in, word_of)
 
 READING = """\
 The answer is a list of strings: the sentences that answer the question, copied exactly, \

@@ -6,8 +6,7 @@ import re
 from contextlib import suppress
 from datetime import datetime
 
-from tasks.in_repl import block
-from tasks.text import as_line, field
+from tasks.common import as_line, block, field
 
 READING = "Print the context. Answer with a dict that gives a label to each of its keys."
 STRATEGY = """\

@@ -14,8 +14,7 @@ import re
 import string
 from collections import Counter
 
-from tasks.in_repl import block, search
-from tasks.text import ALONE, LETTERS, Example, as_line, field, pick
+from tasks.common import ALONE, LETTERS, Example, as_line, block, field, pick, search
 from tree import Refused
 
 READING = """\

@@ -15,8 +15,7 @@ import gzip
 import re
 from pathlib import Path
 
-from tasks.in_repl import block
-from tasks.text import how_many, pick
+from tasks.common import block, how_many, pick
 
 STRATEGY = """\
 The context is a dict {name of a request: its text}. Find the requests from the person \

@@ -15,7 +15,7 @@ from repl import REPLError
 from training.trees import collect
 from stub_server import KEY, Stub
 from tasks import Question
-from tasks.in_repl import block
+from tasks.common import block
 from tree import Lost, Node, Refused, Sampling, Message
 
 QUESTION = Question("t", "question", "What is it?", "the context")

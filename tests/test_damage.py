@@ -14,7 +14,7 @@ import train
 from config import load_config
 from engine import hf
 from model import open_checkpoint
-from tasks.questions import read
+from training.questions import read
 from tokenizer import Tokenizer
 
 ODD = (None, 5, "x", [], {}, True, -1, math.nan)

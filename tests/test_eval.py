@@ -16,7 +16,7 @@ from ask import RLM
 from conftest import PAPERS, data_of
 from repl import REPLError
 from tasks import Question
-from tasks.questions import heldout_tasks, read, split
+from training.questions import heldout_tasks, read, split
 from training import scores
 from tree import read_trees, write_trees
 

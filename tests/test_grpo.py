@@ -11,12 +11,12 @@ import torch
 from test_sampler import HYBRID
 
 from engine.attention import PackedLayout, gather
-from engine.packing import Pack, collate, divided
+from engine.packing import Pack, PackSize, collate, divided
 from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Sequence,
                   advantages, credit, credits_of, make_sequences, minibatches, node_weights,
                   policy_loss)
 from model import Decoder, DecoderConfig
-from training.metrics import describe, means, totals
+from training.metrics import describe, of_steps, totals
 from tree import Node, Tree, Message
 
 
@@ -171,11 +171,11 @@ def test_what_is_watched_of_a_batch_by_hand(float64):
     assert loss.item() == pytest.approx(
         -(0.1 * 1.28 - 0.2 * 2 * 0.8 + 0.3 * 0.5 * 0.5) + 0.1 * terms)
 
-    assert means(totals(loss, watched)) == pytest.approx({
+    assert of_steps([(totals(loss, watched), 0.5, 0.1, 0.25)]) == pytest.approx({
         "ratio": 1.0, "clipped": 2 / 3, "kl": (0 - math.log(1.5) + math.log(2)) / 3,
         "reference_kl": 0.5 / 3, "entropy": 0.5, "advantage": 2.5 / 3,
         "gap": (math.log(2) + math.log(3)) / 3,
-        "loss": loss.item()})
+        "loss": loss.item(), "grad_norm": 0.5, "forgot": 0.1, "step_left": 0.25})
 
 
 @pytest.mark.parametrize("switches, theirs", [
@@ -256,7 +256,8 @@ def distinct_tokens(rows):
 @pytest.mark.parametrize("limit", [1, 60, 200, 10**9])
 def test_micro_batches_share_every_row_once_and_keep_the_limit(limit, ranks):
     rows = random_rows(50)
-    shares = [divided(rows, limit, 1e-3, 0.1, rank, ranks) for rank in range(ranks)]
+    size = PackSize(limit, 1e-3, 0.1)
+    shares = [divided(rows, size, rank, ranks) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
 
     packs = [pack for share in shares for pack in share]
@@ -271,7 +272,7 @@ def test_the_ranks_costs_are_even_in_each_round():
     def cost(pack):
         return sum(len(row.ids) * (1 + 1e-3 * len(row.ids)) for row in pack)
 
-    rounds = list(zip(*(divided(rows, 2000, 1e-3, 0.1, r, 4) for r in range(4))))
+    rounds = list(zip(*(divided(rows, PackSize(2000, 1e-3, 0.1), r, 4) for r in range(4))))
     assert len(rounds) > 5
     assert all(min(map(cost, r)) > 0.9 * max(map(cost, r)) for r in rounds)
 
@@ -330,7 +331,7 @@ def test_rows_that_share_a_prompt_are_packed_together(questions, shared, own, ra
             rows.append(Sequence(ids, [0] * shared + [1] * own, [], [1.0] * own, 1.0))
     rng.shuffle(rows)
     packs = [pack for rank in range(ranks)
-             for pack in divided(rows, 820, 1e-4, 0.02, rank, ranks)]
+             for pack in divided(rows, PackSize(820, 1e-4, 0.02), rank, ranks)]
     computed = [distinct_tokens(pack) for pack in packs]
     for pack, distinct in zip(packs, computed):
         assert distinct + 0.02 * sum(len(row.ids) for row in pack) <= 820

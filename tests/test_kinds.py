@@ -15,8 +15,8 @@ from engine.parallel import World
 from config import RLMConfig
 from training.trees import collect
 from tasks import NAMES, Question, checked, deep, load, make, oolong, qa, requests, reward
-from tasks.in_repl import block
-from tasks.scripts import script_policy, scripted
+from tasks.common import block
+from training.scripts import script_policy, scripted
 from tokenizer import Tokenizer
 from tree import Node, Refused
 

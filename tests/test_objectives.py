@@ -7,7 +7,7 @@ import test_bias
 from test_grpo import node, made
 
 from baselines import objectives
-from engine.packing import collate, divided
+from engine.packing import PackSize, collate, divided
 from grpo import GRPOConfig, make_sequences, node_weights, policy_loss
 
 
@@ -105,7 +105,7 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
 
     rows = make_sequences(trees, objectives.dpo(trees, config), config)
     online = logits.clone().requires_grad_()
-    for part in divided(rows, 1):
+    for part in divided(rows, PackSize(1)):
         pack = collate(part, "cpu")
         logprobs = online.log_softmax(0)[pack.ids[pack.mask.bool()]]
         pack.sampler_logprobs = logprobs.detach()

@@ -25,9 +25,9 @@ from engine import packing, plan
 from engine.parallel import World, full_tensor
 from model import Decoder, DecoderConfig
 from repl import REPLError
-from tasks.questions import Questions
+from training.questions import Questions
 from tokenizer import Tokenizer
-from training import checkpoint, setup, forgetting
+from training import checkpoint, metrics, setup
 from training import trees as many
 from training.run import Run
 from tree import Node, Tree, Message
@@ -109,14 +109,14 @@ def take_step(out, kind, number, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "compute_dtype", lambda path: torch.float64)
         patch.setattr(plan, "LEAST_ROW", 512)  # several packs
-        patch.setattr(forgetting, "MOST", -1.0 if number == SHORT_STEP else 1.0)
-        patch.setattr(forgetting, "HALVINGS", 4)
+        patch.setattr(metrics, "MOST", -1.0 if number == SHORT_STEP else 1.0)
+        patch.setattr(metrics, "HALVINGS", 4)
         sampler = SimpleNamespace(stats={"seconds": 0.0})
         patch.setattr(train, "make_sampler", lambda *_: sampler)
         patch.setattr(train, "sample_trees", collect)
         patch.setattr(train, "evaluate", lambda *_: None)
         patch.setattr(train, "optimizer_step", watch)
-        patch.setattr(grpo, "compared", score)
+        patch.setattr(grpo, "with_references", score)
         patch.setattr(Run, "log_step", lambda *args: found.update(metrics=args[-1]))
         patch.setattr(Run, "finish", lambda run: None)
         if world.size == 2:

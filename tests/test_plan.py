@@ -131,7 +131,7 @@ def test_packs_that_share_a_prefix_on_a_card_are_within_the_plan():
     and 8 in float32."""
     plan = of(device="cuda", window=32_768)
     rows = [Sequence([0] * 4000 + [1 + i] * 160, [], [], [], 1.0) for i in range(64)]
-    packs = divided(rows, plan.pack_tokens, plan.attention_cost, plan.copy_cost)
+    packs = divided(rows, plan.pack_size)
     assert sum(map(len, packs)) == 64
     for pack in packs:
         computed, seen = 4000 + 160 * len(pack), 4160 * len(pack)
@@ -144,7 +144,7 @@ def test_only_rows_longer_than_a_short_pack_are_computed_again():
     rows = [Sequence([1 + i] * (6000 if i == 7 else 500), [], [], [], 1.0)
             for i in range(20)]
     short = plan.for_packs
-    packs = divided(rows, short.pack_tokens, short.attention_cost, short.copy_cost)
+    packs = divided(rows, short.pack_size)
     sizes = [sum(len(row.ids) for row in pack) for pack in packs]
     assert max(sizes) == 6000 and sorted(sizes)[-2] <= SHORT < 8192 < sum(sizes)
     # Each of the two kinds fits into what is planned.

@@ -19,7 +19,7 @@ from prompts import opening, parse
 from repl import Limits
 from rlm import grow
 from tasks import Question, evidence as evidence_kind
-from tasks.in_repl import block
+from tasks.common import block
 from tokenizer import ENDOFTEXT, Tokenizer
 from training.trees import collect
 from tree import Completion, Node, Refused, Message, Unscored, render

@@ -15,10 +15,10 @@ from conftest import PAPERS
 import tasks
 import util
 from tasks import Question, evidence, reward
-from tasks.in_repl import (extract_section, get_paper_abstract, help_of, list_papers,
-                           search, source)
-from tasks.questions import Questions, read, split
-from tasks.scripts import script_policy
+from tasks.common import (extract_section, get_paper_abstract, help_of, list_papers, search,
+                          source)
+from training.questions import Questions, read, split
+from training.scripts import script_policy
 from tree import Node
 
 

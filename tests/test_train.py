@@ -36,10 +36,10 @@ from model import Decoder, DecoderConfig
 from rlm import Growth
 from sampler import Sampler
 from tasks import Question
-from tasks.questions import Questions
-from tasks.scripts import saved_trees
+from training.questions import Questions
+from training.scripts import saved_trees
 from tokenizer import Tokenizer
-from training import checkpoint, settings, setup, forgetting
+from training import checkpoint, metrics, settings, setup
 from training.run import Run, State, read_state, weights_of
 from tree import Tree, Sampling, Message, read_trees, write_trees
 from util import read_flags
@@ -242,7 +242,7 @@ def test_a_step_that_forgets_too_much_is_shortened(
 
             def watch(model, optimizer, *more):
                 found.append(copies(model))
-                monkeypatch.setattr(forgetting, "MOST", most if len(found) == 6 else 1.0)
+                monkeypatch.setattr(metrics, "MOST", most if len(found) == 6 else 1.0)
                 return optimizer_step(model, optimizer, *more)
 
             with monkeypatch.context() as patch:
@@ -256,24 +256,23 @@ def test_a_step_that_forgets_too_much_is_shortened(
             assert torch.equal(start, again[name])
             want = start + short["step_left"] * (full[name] - start)
             torch.testing.assert_close(shorter[name], want, rtol=1e-5, atol=1e-7)
-    assert forgetting.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
+    assert metrics.shorten(loop.optimizer, iter([1.0] * 9).__next__) == (1.0, 0.5 ** 8)
 
 
 def watch_of(model, rows, dtype):
     """It has seen the rows in other packs than those of its own."""
-    def plan_of(tokens):
-        packs = SimpleNamespace(pack_tokens=tokens, attention_cost=0.0, copy_cost=0.0)
-        return SimpleNamespace(for_packs=packs, dtype=dtype)
-
-    watch = forgetting.Watch(model, rows, plan_of(2000), World())
-    for pack in packing.packs(rows, plan_of(400), World(), "cpu"):
-        watch.note(pack, model.logprobs(pack)[0])
+    plan, world = SimpleNamespace(dtype=dtype), World()
+    watch = metrics.Watch(model, rows, SimpleNamespace(
+        plan=plan, world=world, pack_size=packing.PackSize(2000)))
+    for pack in packing.packs(rows, packing.PackSize(400), world, "cpu"):
+        logprobs, _ = model.logprobs(pack)
+        watch.note(pack, logprobs, logprobs.sum(), {"gap": logprobs.detach()})
     return watch
 
 
 def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
     """At the worst depth. Of the second depth every other node is watched."""
-    monkeypatch.setattr(forgetting, "WATCHED", 3)
+    monkeypatch.setattr(metrics, "WATCHED", 3)
     model = Decoder.from_pretrained(str(short_run / "warmup"))
     rng = random.Random(0)
     rows = [Sequence([rng.randrange(256) for _ in range(30 + n)], [0] * 30 + [1] * n,
@@ -287,7 +286,7 @@ def test_what_a_step_forgot_is_what_good_nodes_lost(short_run, monkeypatch):
                 1, torch.tensor(row.ids[30:])[:, None]).sum().item() for row in rows]
 
     good = [rows[i] for i in (0, 1, 2, 3, 5, 7, 9, 10, 11)]
-    assert forgetting.good_sequences(rows) == good
+    assert metrics.good_sequences(rows) == good
     watch, before = watch_of(model, rows, torch.float32), scores()
     assert watch.forgot() == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
@@ -316,13 +315,13 @@ def test_what_bfloat16_rounds_otherwise_is_not_forgotten():
         forgot.append(watch.forgot())
     assert forgot[0] > 0.03 and forgot[1] < 0.01
     drawn = -torch.expm1(0.7 * torch.randn(10 ** 6)).clamp(max=0)
-    assert forgetting.expected_loss(0.7) == pytest.approx(drawn.mean().item(), abs=1e-3)
+    assert metrics.expected_loss(0.7) == pytest.approx(drawn.mean().item(), abs=1e-3)
 
 
 def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, monkeypatch):
     old = []
 
-    def imitate(nodes, plan, world, model):
+    def imitate(nodes, setup, model):
         old.extend(weakref.ref(weight) for weight in model.parameters())
 
         return 0.0
@@ -423,7 +422,7 @@ def test_a_run_trains_on_what_its_flags_say(
     rates = [call.args[2] for call in stepped]
     assert rates[0] > rates[1] == rates[2] > rates[3] and rates[4] < rates[5]
     assert [call.args[1] for call in clipped] == [settings.SCRATCH.max_norm] * 5
-    assert not any(call.args[3].lora_rank for call in imitated)
+    assert not any(call.args[2].lora_rank for call in imitated)
     drawn, other = (run / "init" / "model.safetensors" for run in (out, short_run))
     assert drawn.read_bytes() != other.read_bytes()  # the other has another seed
     kl = [row["reference_kl"] for row in lines(out) if row["phase"] == "grpo"]

@@ -1,16 +1,44 @@
 """What a step of training looked like: numbers for metrics.jsonl and one line for people.
+And a guard: no update ruins the policy, as a step that makes it forget is shortened.
+
+One step of Adam in ten to fifty changes a few tokens that decide much, as whether a root
+asks its children. Then the next trees score next to nothing. Such a step can be told at
+once. It was to make the nodes with a positive advantage more likely, and makes them much
+less likely. So some of these nodes are scored again after each step:
+
+    forgot = mean over nodes of max(0, 1 - pi_after(node) / pi_before(node))
+
+at the depth where it is largest, as a tree has one root among many children. Most steps
+have 0.00 to 0.15, ruinous ones 0.6 to 1.0. While it is above MOST, half of the step is
+taken back. TRPO (1502.05477) searches along its step in the same way, for a small KL. The
+mean KL per token does not tell the two apart (docs/results.md): it counts each token alike,
+and what bad nodes wrote is to be forgotten.
+
+Layers in bfloat16 round otherwise after any step, however short. Of N tokens that changes
+the sum of the log-probabilities by about ROUNDING * sqrt(N), up or down. What a node would
+lose by this alone, in the mean, is subtracted.
 
 Left out: held-out scores (scores.py), and the loss itself (grpo.py).
 """
+import math
 import time
-from collections import Counter
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable
 from statistics import fmean, pstdev
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
+from engine import packing
+from engine.device import DEVICE
 from grpo import scored_groups
 from tree import Node, Tree
+
+MOST = 0.2  # how much a step may forget
+WATCHED = 64  # nodes per depth that are scored again, spread over the batch
+HALVINGS = 8
+ROUNDING = 0.02  # of a token's log-probability; 0.01 to 0.03 were measured
 
 
 class Clock:
@@ -99,6 +127,98 @@ def line(m: dict, steps: int) -> str:
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
 
 
+# ------------------------------------------------------------------------------------------
+# A step of the optimizer
+
+class Watch:
+    """What an optimizer step measures of itself, and how much the policy forgets by it.
+    `note` gets what the update's own forward passes say, pack by pack."""
+
+    def __init__(self, model, sequences: list, setup):
+        self.model, self.world = model, setup.world
+        self.rounding = ROUNDING if setup.plan.dtype == torch.bfloat16 else 0.0
+        self.sequences = good_sequences(sequences)
+        self.packs = packing.packs(self.sequences, setup.pack_size, self.world, DEVICE)
+        self.places = {id(sequence): i for i, sequence in enumerate(self.sequences)}
+        self.before = {}  # place of a sequence -> its log-probability, of this rank's packs
+        self.sums = Counter()  # of this rank's packs, then of all
+
+    def note(self, pack: packing.Pack, logprobs: Tensor, loss: Tensor,
+             per_token: dict[str, Tensor]) -> None:
+        """A pack before the step: the log-probabilities of its sampled tokens, and what
+        grpo.policy_loss returned."""
+        self.before |= self.of_sequences(pack, logprobs)
+        self.sums.update(totals(loss, per_token))  # adds
+
+    def loss(self) -> float:
+        """That of the step. All ranks have to call it, once."""
+        parts, self.sums = self.world.gather(self.sums), Counter()
+        for part in parts:
+            self.sums.update(part)
+        return self.sums["loss"]
+
+    def of_sequences(self, pack: packing.Pack, logprobs: Tensor) -> dict[int, float]:
+        """The sums over the watched sequences of a pack."""
+        parts = logprobs.detach().cpu().double().split(pack.sampled)
+        places = [self.places.get(id(sequence)) for sequence in pack.sequences]
+        return {place: part.sum().item()
+                for place, part in zip(places, parts) if place is not None}
+
+    @torch.no_grad()
+    def forgot(self) -> float:
+        """In [0, 1], the same on all ranks."""
+        now = {}
+        for pack in self.packs:
+            now |= self.of_sequences(pack, self.model.logprobs(pack)[0])
+        before, after = (ChainMap(*self.world.gather(part)) for part in (self.before, now))
+        lost = defaultdict(list)
+        for i, sequence in enumerate(self.sequences):
+            change = after[i] - before[i]
+            # A NaN counts as forgotten, not as 0.
+            share = 1.0 if math.isnan(change) else -math.expm1(min(0.0, change))
+            by_rounding = expected_loss(self.rounding * math.sqrt(sum(sequence.mask)))
+            lost[sequence.depth].append(share - by_rounding)
+        return max([0.0, *(sum(each) / len(each) for each in lost.values())])
+
+
+def expected_loss(deviation: float) -> float:
+    """The mean of max(0, 1 - e^x) for normal x of mean 0."""
+    x = torch.tensor(deviation / math.sqrt(2), dtype=torch.float64)
+    return (1 - torch.special.erfcx(x).item()) / 2
+
+
+def good_sequences(sequences: list) -> list:
+    """Sequences with a positive advantage, at most WATCHED per depth."""
+    by_depth = defaultdict(list)
+    for sequence in sequences:
+        if sum(sequence.advantages) > 0:
+            by_depth[sequence.depth].append(sequence)
+    return [sequence for of_depth in by_depth.values()
+            for sequence in of_depth[::math.ceil(len(of_depth) / WATCHED)]]
+
+
+def shorten(optimizer: AdamW, forgot: Callable) -> tuple[float, float]:
+    """Take half of the last step back until `forgot()` is at most MOST. Returns what it is
+    then, and the share of the step that is left."""
+    left = 1.0
+    while (share := forgot()) > MOST and left > 0.5 ** HALVINGS:
+        left /= 2
+        take_back(optimizer, left)
+    return share, left
+
+
+@torch.no_grad()
+def take_back(optimizer: AdamW, share: float) -> None:
+    """Undo this share of the last step. It is computed again from the optimizer's moments,
+    so no copy of the weights is needed."""
+    group, = optimizer.param_groups
+    beta1, beta2 = group["betas"]
+    for weight, last in optimizer.state.items():
+        mean = last["exp_avg"] / (1 - beta1 ** last["step"])
+        square = last["exp_avg_sq"] / (1 - beta2 ** last["step"])
+        weight += share * group["lr"] * mean / (square.sqrt() + group["eps"])
+
+
 def totals(loss: Tensor, per_token: dict[str, Tensor]) -> Counter:
     """The loss of a pack, the number of its tokens, and sums over them: of what
     grpo.policy_loss returned. `update` of a Counter adds those of other packs and ranks."""
@@ -107,7 +227,15 @@ def totals(loss: Tensor, per_token: dict[str, Tensor]) -> Counter:
     return Counter(dict(zip(per_token, sums)), loss=loss.item(), count=count)
 
 
-def means(sums: Counter, steps: int = 1) -> dict:
-    """Means over the tokens and the steps, as metrics.jsonl has them. {} of nothing."""
-    over = dict.fromkeys(sums, sums["count"]) | {"loss": steps}
-    return {name: sums[name] / over[name] for name in sums if name != "count"}
+def of_steps(steps: list[tuple]) -> dict:
+    """What metrics.jsonl has of the optimizer steps (their sums, the gradient's norm before
+    clipping, how much was forgotten, the share of the step that is left): means over all
+    tokens, the mean loss, and of all else the worst."""
+    sums = Counter()
+    for step in steps:
+        sums.update(step[0])
+    over = dict.fromkeys(sums, sums["count"]) | {"loss": len(steps)}
+    means = {name: sums[name] / over[name] for name in sums if name != "count"}
+    _, norms, forgot, left = zip(*steps) if steps else ((),) * 4
+    return means | {"grad_norm": max(norms, default=0.0),
+                    "forgot": max(forgot, default=0.0), "step_left": min(left, default=1.0)}

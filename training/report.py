@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from repl import cut
-from tasks.text import as_text
+from tasks.common import as_text
 from training.metrics import shares
 from training.scores import WHAT_HELPS, alike, best_of, mean_of
 from tree import Node, Tree, Message

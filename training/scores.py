@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from config import RLMConfig
-from tasks.text import as_text
+from tasks.common import as_text
 from tree import Tree
 
 Z = 1.959964  # deviations on each side of a 95 % interval

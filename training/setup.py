@@ -20,18 +20,19 @@ import util
 from config import RLMConfig, changed, load_config
 from engine import hf, parallel
 from engine.device import DEVICE
+from engine.packing import PackSize
 from engine.parallel import World
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from model import Decoder, DecoderConfig
 from repl import Limits
 from rlm import Growth
 from sampler import Sampler
-from tasks.questions import Questions
-from tasks.scripts import saved_trees, script_policy
+from training.questions import Questions
+from training.scripts import saved_trees, script_policy
 from tokenizer import Tokenizer
 from training import checkpoint, settings
 from training.run import State, claim, starting_state, frozen, resuming, weights_of
-from training.settings import Config
+from training.settings import Config, Defaults
 from training.trees import collect
 from tree import Tree, printable
 from util import readable
@@ -60,6 +61,8 @@ class Setup:
     loss: Callable  # of a token: grpo.clipped_loss, or that of the objective
     tracker: Callable | None  # what gets each row of metrics.jsonl; on rank 0
     plan: Plan
+    pack_size: PackSize  # of the forward passes of an update
+    defaults: Defaults  # what no flag says
     tokenizer: Tokenizer
     rlm_config: RLMConfig
     saved: list[Tree]  # trees that the warm-up imitates in place of scripts
@@ -110,8 +113,9 @@ def prepare(config: Config, world: World, objective: Callable,
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
     rlm_config = replace(rlm_config, task=name, window=plan.window)
+    defaults = settings.defaults(shape.hidden_size)
     setup = Setup(config, world, began, questions, reward, objective, loss, tracker, plan,
-                  tokenizer, rlm_config, saved)
+                  plan.pack_size, defaults, tokenizer, rlm_config, saved)
     print_start(setup, wanted)
     if not config.plan and not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "

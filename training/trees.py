@@ -1,7 +1,7 @@
 """Many trees at once: grown side by side, shared out over the ranks, and scored."""
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,9 @@ async def collect(questions: list[Question], policy, tokenizer, config: RLMConfi
     todo = [(question, (*key, i * group + n))
             for i, question in enumerate(questions) for n in range(group)]
 
-    async def one(question: Question, key: tuple) -> tuple[Node, float, str]:
-        return await attempt(
-            partial(grow, question, policy, tokenizer, config, key), question, reward)
+    def one(question: Question, key: tuple) -> Awaitable:
+        tree = partial(grow, question, policy, tokenizer, config, key)
+        return attempt(tree, question, reward)
 
     at_once = min(at_once, trees_at_once(config.max_nodes))
     grown = await side_by_side(one, world.share(todo) if world else todo, at_once, label)
@@ -47,7 +47,8 @@ async def collect(questions: list[Question], policy, tokenizer, config: RLMConfi
 async def attempt(grown: Callable, question: Question,
                   reward: Callable | None = None) -> tuple[Node, float, str]:
     """One tree, as `await grown()` makes it: its root, its reward, and why it failed ("" if
-    it did not).
+    it did not). The reward is the task's score of the answer, which is kept as root.score;
+    or `reward(question, answer, root)`. Both may be async.
 
     If the machine loses the tree, another is grown with the same key: a killed REPL server
     loses all trees. If that is lost too, if the question is refused, or if there is no
@@ -64,22 +65,14 @@ async def attempt(grown: Callable, question: Question,
             return Node(end="refused"), 0.0, f"refused: {error!s:.200}"
     else:
         return Node(end="failed"), 0.0, failed
+    score = tasks.task_of(question).score
     try:
-        return root, await reward_of(root, question, reward), ""
+        root.score = given = await tasks.scored(score, question, root.answer)
+        if reward:
+            given = await tasks.scored(reward, question, root.answer, root)
     except Unscored as error:
         return root, 0.0, repr(error)
-
-
-async def reward_of(root: Node, question: Question,
-                    reward: Callable | None = None) -> float:
-    """The task's score of the answer, which is kept as root.score, or in its place
-    `reward(question, answer, root)`, plain or async. Raises ValueError if one is no finite
-    number."""
-    score = tasks.task_of(question).score
-    root.score = await tasks.scored(score, question, root.answer)
-    if reward is None:
-        return root.score
-    return await tasks.scored(reward, question, root.answer, root)
+    return root, given, ""
 
 
 async def side_by_side(one: Callable, items: list[tuple], at_once: int, label: str) -> list:

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import tasks
 from tasks import Question
-from tasks.text import estimated_tokens, as_text
+from tasks.common import as_text, estimated_tokens
 from util import MISREAD
 
 MOST_REASONS = 10  # that are printed of rows left out
