@@ -93,12 +93,12 @@ class REPL:
         """Run one block. Errors of the code are in the result. After FINAL the
         REPL is to be closed at once: code that catches its exception would run on.
 
-        `await on_query(kind=, prompts=, contexts=)` returns one JSON value per prompt: `kind`
-        is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises closes
-        the REPL and is raised here. Raises REPLError if the process cannot be started (also
-        if `tools` raises), if the server is lost, and if the REPL is closed. A context that
-        does not fit into its memory is no error: the result has died of "memory".
-        """
+        `await on_query(kind=, prompts=, contexts=)` returns one JSON value per prompt:
+        `kind` is "llm" or "rlm", `contexts` a list of JSON values or None. What it raises
+        closes the REPL and is raised here. Raises REPLError if the process cannot be
+        started (also if `tools` raises), if the server is lost, and if the REPL is closed.
+        A context that does not fit into its memory is no error: the result has died of
+        "memory". """
         import asyncio  # not above: the server imports this file, and does without asyncio
 
         self._loop = asyncio.get_running_loop()

@@ -443,7 +443,7 @@ def test_tokens_come_as_often_as_their_sampling_says(temperature, top_p, kept):
 def test_a_million_tokens_are_those_of_one_cumulative_sum(block, monkeypatch):
     """But where a random number is at an edge: each of two sums of 256 terms rounds 256
     times, each time by 2^-53 of at most 1."""
-    monkeypatch.setattr(sampler_module, "BLOCK", block)
+    monkeypatch.setattr(sampler_module, "CHUNK", block)
     torch.manual_seed(0)
     probs = (3 * torch.randn(500, 256)).softmax(-1)  # some of 1e-8
     probs[:, ::3] = probs[::5, 240:] = 0
