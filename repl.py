@@ -98,7 +98,7 @@ class REPL:
         closes the REPL and is raised here. Raises REPLError if the process cannot be
         started (also if `tools` raises), if the server is lost, and if the REPL is closed.
         A context that does not fit into its memory is no error: the result has died of
-        "memory". """
+        "memory"."""
         import asyncio  # not above: the server imports this file, and does without asyncio
 
         self._loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ from model import Decoder, DecoderConfig
 from repl import REPLError
 from training.questions import Questions
 from tokenizer import Tokenizer
-from training import checkpoint, metrics, setup
+from training import checkpoint, metrics, settings, setup
 from training import trees as many
 from training.run import Run
 from tree import Node, Tree, Message
@@ -250,10 +250,9 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
 
     def warmed_up(world):
         here.rank = world.rank
-        plan = Mock(config=Mock(hidden_size=8), window=9)
         nodes = train.warm_up_nodes(Mock(
-            config=train.Config(warmup_steps=1), plan=plan, world=world, saved=[],
-            questions=questions, rlm_config=setup.tiny_rlm(questions.task)))
+            config=train.Config(warmup_steps=1), plan=Mock(window=9), world=world,
+            saved=[], defaults=settings.SCRATCH, questions=questions, rlm_config=setup.tiny_rlm(questions.task)))
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(many, "attempt", attempt)

@@ -360,7 +360,7 @@ def test_a_teachers_trees_take_the_place_of_scripts(
 
     tokenizer = Tokenizer.from_pretrained(short_run / "init")
     for node in given.nodes:
-        assert len(node.ids) <= given.plan.window
+        assert len(node.ids) <= given.setup.plan.window
         sampled = [t.ids for t in node.messages if t.is_sampled]
         texts = [t.text for t in node.messages if t.role == "assistant"]
         assert sampled == [tuple(tokenizer.message(text)) for text in texts]
