@@ -252,7 +252,8 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
         here.rank = world.rank
         nodes = train.warm_up_nodes(Mock(
             config=train.Config(warmup_steps=1), plan=Mock(window=9), world=world,
-            saved=[], defaults=settings.SCRATCH, questions=questions, rlm_config=setup.tiny_rlm(questions.task)))
+            saved=[], defaults=settings.SCRATCH, questions=questions,
+            rlm_config=setup.tiny_rlm(questions.task)))
         return [node.ids for node in nodes]
 
     monkeypatch.setattr(many, "attempt", attempt)
