@@ -134,7 +134,7 @@ class Sequence:
 
 
 def make_sequences(trees: list[Tree], credits: dict[Node, Credit],
-              config: GRPOConfig) -> list[Sequence]:
+                   config: GRPOConfig) -> list[Sequence]:
     """The batch as sequences: one per node that has a credit and sampled a token. Sequences
     without an advantage are dropped unless there is a KL term. The loss is a mean over all
     trees (or tokens), and those of dropped sequences are counted in its denominator."""
@@ -152,7 +152,7 @@ def make_sequences(trees: list[Tree], credits: dict[Node, Credit],
             per_token = [a for a, message in zip(given.advantages, messages)
                          for _ in message.ids]
             sequences.append(Sequence(node.ids, node.mask, node.logprobs, per_token,
-                            given.weight / divisor, node.depth))
+                                      given.weight / divisor, node.depth))
     return sequences
 
 

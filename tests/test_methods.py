@@ -86,7 +86,7 @@ def test_the_answer_to_requests_is_read_from_json_and_from_lines():
     question = tasks.make(requests, random.Random(0))
     gold = question.answer
     for text in (json.dumps(gold), "\n".join(f"- **{name}**: {kind}" for name, kind
-                                                   in question.answer.items())):
+                                             in question.answer.items())):
         root = answer("direct", question, lambda node: f"The notes: {text}")
         assert tasks.reward(question, root.answer) == 1.0
         assert "money, travel, cars, food" in root.messages[1].text

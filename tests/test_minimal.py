@@ -55,7 +55,7 @@ def as_trees(model, roots, rewards):
             end = start + len([*tokens])
             told = tuple(logprobs[start - 1:end - 1]) if written else None
             made.add(Message("assistant" if written else "user", "",
-                          tuple(ids[0, start:end].tolist()), told))
+                             tuple(ids[0, start:end].tolist()), told))
             start = end
         return made
 

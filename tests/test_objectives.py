@@ -84,7 +84,7 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
     def some_tree():
         ids = [[rng.randrange(10) for _ in range(length)] for length in (1, 5, 2, 3)]
         return test_bias.node((), ids[0], test_bias.node((1,), ids[1]),
-                         test_bias.node((0,), ids[2], test_bias.node((0, 0), ids[3])))
+                              test_bias.node((0,), ids[2], test_bias.node((0, 0), ids[3])))
 
     rewards = (1.0, 0.2, 0.5, 0.1, 0.9, 0.4, 0.4)  # of three groups; the last says nothing
     trees = [made(reward, some_tree(), g) for reward, g in zip(rewards, "aaabbcc")]

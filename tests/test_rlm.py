@@ -31,7 +31,7 @@ def a_question(query="the question", context="the context"):
 
 def evidence(i):
     return Question(f"t{i}", "evidence", str(i), {"p": f"gold {i}. rest"},
-                {"p": [f"gold {i}."]})
+                    {"p": [f"gold {i}."]})
 
 
 class Script:
@@ -104,8 +104,8 @@ def test_a_script_drives_two_levels_of_children_and_values_flow_up_as_values():
 @pytest.mark.parametrize("max_depth", [1, 2])
 def test_at_the_depth_limit_rlm_query_is_a_plain_completion_over_the_context(max_depth):
     root = grown({"*": lambda node: f"read {node.messages[1].text}" if node.kind == "llm"
-                else block("FINAL(rlm_query('what?', [context, 'ß']))")},
-               max_depth=max_depth)
+                  else block("FINAL(rlm_query('what?', [context, 'ß']))")},
+                 max_depth=max_depth)
     *above, leaf = root.walk()
     assert [n.kind for n in above] == ["rlm"] * (max_depth + 1) and leaf.kind == "llm"
     context = "the context"
@@ -179,7 +179,7 @@ def test_a_message_ends_with_its_first_complete_block(text, code):
 
 def test_what_a_server_writes_behind_a_block_is_cut():
     root = grown({(): [block("x = 1") + "\nIt prints 7.\n" + block("FINAL(7)"),
-                      block("FINAL(x)")]})
+                       block("FINAL(x)")]})
     assert root.answer == 1 and root.messages[2].text == block("x = 1")
 
 
@@ -220,7 +220,7 @@ def test_a_node_that_ends_otherwise_answers_with_what_it_has_put_into_answer(las
     """And its parent goes on."""
     says = [block("answer['content'] = {'best': [1]}"), block(last), block("x = 2")]
     root = grown({(): block("FINAL([rlm_query('q', 1), 7])"), "*": says},
-                limits=Limits(seconds=0.3), max_turns=3, window=1800, turn_tokens=100)
+                 limits=Limits(seconds=0.3), max_turns=3, window=1800, turn_tokens=100)
     assert root.answer == [{"best": [1]}, 7] and root.children[0].end == end
     if end == "crash":  # what the server said stays with the node
         assert "exit code 3" in root.children[0].reason and "exit code 3" in render(root)
@@ -243,8 +243,8 @@ def test_a_context_that_its_repl_cannot_hold_ends_a_child_and_a_root_is_refused(
 
 def test_the_node_budget_is_the_trees_and_a_batch_gets_exactly_its_results_in_order():
     root = grown({(): block("a = rlm_query_batched('q', list('abcde'))\n"
-                          "b = llm_query('late')\nFINAL([a, b])"),
-                "*": block("FINAL(context * 2)")}, max_nodes=4)
+                            "b = llm_query('late')\nFINAL([a, b])"),
+                  "*": block("FINAL(context * 2)")}, max_nodes=4)
     values, late = root.answer
     assert len(values) == 5 and values[:3] == ["aa", "bb", "cc"]
     for error in (*values[3:], late):
@@ -299,8 +299,8 @@ def test_the_trees_seconds_in_code_end_nodes_with_budget(monkeypatch):
 
 def test_a_prompt_that_does_not_fit_is_an_error_in_its_place(tiny):
     root = grown({(): block("FINAL(llm_query_batched(['a', 'b ' * 5000, 'c']) + "
-                          "[rlm_query('d ' * 5000, 'x')])"), "*": "fine"},
-               tokenizer=tiny, window=2000)
+                            "[rlm_query('d ' * 5000, 'x')])"), "*": "fine"},
+                 tokenizer=tiny, window=2000)
     assert root.answer[0] == root.answer[2] == "fine"
     for error in (root.answer[1], root.answer[3]):
         assert error.startswith("Error") and "window holds 2000" in error
@@ -528,7 +528,7 @@ def test_an_example_is_what_a_perfect_policy_would_say_and_see(name):
         return [reads[1], reads[3]][node.written]
 
     root = grown({(): asks[1], "*": child},
-                Question("t", "question", example.query, example.context))
+                 Question("t", "question", example.query, example.context))
     assert root.end == "final" and root.answer and not root.errors
     assert [message.text for message in root.messages[1:]] == asks
     assert reads in [[message.text for message in node.messages[1:]]

@@ -184,7 +184,7 @@ def test_an_example_is_a_conversation_before_the_question(tiny):
     assert ids == (tiny.open("s", "a") + tiny.message(block) + tiny.observe("b", False)
                    + tiny.message("text") + tiny.observe("q", True))
     messages = [Message("system", "s"), Message("user", "q"), Message("assistant", block),
-             Message("user", "b"), Message("assistant", "x ```")]
+                Message("user", "b"), Message("assistant", "x ```")]
     encoded = tiny.encode_messages(messages, ["a", block])
     assert [[*message.ids] for message in encoded] == [
         [], tiny.open("s", "q", ["a", block]), tiny.message(block),

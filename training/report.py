@@ -137,7 +137,7 @@ def measured(metrics: Sequence[dict]) -> dict:
     questions that were asked alone; and the steps that were shortened."""
     steps = [m for m in metrics if m.get("phase") == "grpo"]
     dots = [(m["step"], m["reward"], m["name"]) for m in metrics
-              if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
+            if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
     curves = []
     for name, caption in CURVES.items():
         line = [(m["step"], m[name]) for m in steps if name in m]
