@@ -189,7 +189,7 @@ def measure(flags: EvalConfig) -> None:
     for path in filter(None, (flags.save, flags.html)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{path}: there is no such directory")
-    reward = util.load_function(flags.reward, "score(task, answer, root)")
+    reward = util.load_function(flags.reward, "score(question, answer, root)")
     questions = {(name, length): questions_of(flags, task, length)
                  for name, task in asked.items() for length in lengths_of(flags.lengths)}
     before = earlier(flags.against, questions) if flags.against else {}
@@ -229,7 +229,7 @@ def measure(flags: EvalConfig) -> None:
             rewards = by_question(records, "reward")
             say(report.sample_lines(rewards.values(), flags.samples))
         for why in sorted({record["failed"] for record in records} - {""})[:3]:
-            say(report.note(f"lost: {why:.200}"))
+            say(report.note(f"failed: {why:.200}"))
         name = " ".join(str(part) for part in cell if part is not None)
         trees |= {f"{name} {i}": tree for i, (_, tree) in enumerate(answers)}
         if flags.save:

@@ -67,9 +67,9 @@ def credits_of(objective: Callable, trees: list[Tree],
     credits = objective(trees, config)
     expect(isinstance(credits, dict), objective, credits, "{node: Credit}")
     for node, given in credits.items():
-        messages = sum(message.is_sampled for message in node.messages)
-        right = isinstance(given, Credit) and len(given.advantages) == messages
-        expect(right, objective, given, f"a Credit with {messages} advantages")
+        turns = sum(message.is_sampled for message in node.messages)
+        right = isinstance(given, Credit) and len(given.advantages) == turns
+        expect(right, objective, given, f"a Credit with {turns} advantages")
     return credits
 
 
@@ -102,8 +102,8 @@ def inherit(trees: list[Tree], per_tree: list[float],
         for node, weight in node_weights(tree.root, config).items():
             wanted = {"all": True, "roots": not node.depth, "children": node.depth}
             if wanted[config.trained]:
-                messages = sum(message.is_sampled for message in node.messages)
-                result[node] = Credit([advantage] * messages, weight)
+                turns = sum(message.is_sampled for message in node.messages)
+                result[node] = Credit([advantage] * turns, weight)
     return result
 
 
@@ -145,12 +145,11 @@ def make_sequences(trees: list[Tree], credits: dict[Node, Credit],
     sequences = []
     for node in nodes:
         given = credits[node]
-        messages = [message for message in node.messages if message.is_sampled]
+        turns = [message for message in node.messages if message.is_sampled]
         if node.sampled and (any(given.advantages) or config.kl):
             divisor = {"constant": LENGTH_CONSTANT * len(trees), "batch": tokens,
                        "sequence": node.sampled * len(trees)}[config.length]
-            per_token = [a for a, message in zip(given.advantages, messages)
-                         for _ in message.ids]
+            per_token = [a for a, turn in zip(given.advantages, turns) for _ in turn.ids]
             sequences.append(Sequence(node.ids, node.mask, node.logprobs, per_token,
                                       given.weight / divisor, node.depth))
     return sequences

@@ -39,7 +39,7 @@ def kind_of(note):
     return next((KIND[word] for word in note.split() if word in KIND), "")
 
 def make(heldout=False):
-    """Returns a question, its context {name of a note: its words}, and the right answer."""
+    """A question: its query, its context {name of a note: its words}, its right answer."""
     place, context = random.choice(PLACES), {}
     here = random.sample(range(8), random.randint(2, 3))
     for i in range(8):
@@ -52,7 +52,7 @@ def make(heldout=False):
     return f'Sort the notes from "{place}"', context, gold
 
 def score(answer, gold):
-    """The reward: the share of right kinds among all notes that answer or gold names."""
+    """The share of right kinds among all notes that answer or gold names: the reward."""
     answer = answer if isinstance(answer, dict) else {}
     right = sum(answer.get(name) == kind for name, kind in gold.items())
     return right / len(answer.keys() | gold.keys())
@@ -73,7 +73,7 @@ def demonstrate(nodes):
         kind = random.choice(list(WORDS))
         if len(node.messages) > 1:  # a child that has read its note
             text, kind = ANSWER, kind_of(node.context)
-        text = text.replace("KIND", kind).replace("PLACE", node.question.split()[-1])
+        text = text.replace("KIND", kind).replace("PLACE", node.query.split()[-1])
         node.add(text, [*encode(text), END], 1)
 
 # --- 2. A tokenizer, a decoder, a sampler -------------------------------------------------
@@ -159,12 +159,12 @@ def log_probability(model, nodes):
 # which so waits for its children, passes this list on to `collect`. There the model writes
 # for all nodes that wait, in all trees, and each of them goes on.
 CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; more levels need more scripts
-MAX_TURNS, SHOWN = 2, 8  # messages of a node; tokens that it reads: one note, not two
+MAX_TURNS, SHOWN = 2, 8  # messages it writes; tokens that it reads: one note, not two
 
 class Node:
     """One conversation. It grows only at its end, so it is one training sequence."""
-    def __init__(self, question, context, depth=0):
-        self.question, self.context, self.depth = question, context, depth
+    def __init__(self, query, context, depth=0):
+        self.query, self.context, self.depth = query, context, depth
         self.messages = []  # (text, whether the model wrote it)
         self.ids, self.mask = [], []  # tokens; 1 for those that the model wrote, else 0
         self.children, self.answer = [], None
@@ -180,11 +180,11 @@ def side_by_side(conversations):
     while waiting := [node for one in conversations for node in next(one, [])]:
         yield waiting
 
-async def ask(node, question, contexts):
+async def ask(node, query, contexts):
     """What rlm_query_batched does in the code of a node: one child per context answers."""
     if not 1 <= len(contexts) <= CHILDREN[node.depth] - len(node.children):
         raise ValueError(f"{len(contexts)} children are refused")
-    children = [Node(question, context, node.depth + 1) for context in contexts]
+    children = [Node(query, context, node.depth + 1) for context in contexts]
     node.children += children
     await side_by_side([converse(child) for child in children])
     return [child.answer for child in children]
@@ -199,7 +199,7 @@ def checked(code):
 
 def converse(node):
     """Up to its answer. Yields the nodes that wait for a message: it, or some below it."""
-    printed, finals, text = [], [], node.question
+    printed, finals, text = [], [], node.query
     names = {"print": printed.append, "FINAL": finals.append,
              "rlm_query_batched": partial(ask, node),
              "context": copy.copy(node.context)}  # other trees have the same notes
@@ -218,7 +218,7 @@ def converse(node):
 
 def collect(questions, write):
     """One tree per question: roots, rewards. `write` adds a message to nodes that wait."""
-    roots = [Node(question, context) for question, context, _ in questions]
+    roots = [Node(query, context) for query, context, _ in questions]
     for waiting in side_by_side([converse(root) for root in roots]):
         write(waiting)
     rewards = [score(root.answer, gold) for root, (*_, gold) in zip(roots, questions)]
@@ -227,7 +227,7 @@ def collect(questions, write):
 # --- 4. The training ----------------------------------------------------------------------
 WARMUP_STEPS, WARMUP_RATE, WARMUP_TREES = 600, 3e-3, 8  # per step
 STEPS, RATE, QUESTIONS, GROUP = 80, 1e-3, 8, 8  # GROUP: trees of a question
-EPSILON, LENGTH_CONSTANT, MAX_NORM = 1e-2, 64, 0.2  # at a norm of 1.0 it forgot to ask
+EPSILON, LENGTH_CONSTANT, MAX_NORM = 1e-2, 64, 0.2  # at 1.0 a model forgot to ask
 
 def advantages(rewards):
     """How many deviations each tree is better than the mean of its group."""
@@ -317,4 +317,4 @@ if __name__ == "__main__":
 # model.py   Llama and Qwen: rotary positions, grouped heads, a gated MLP; real checkpoints
 # sampler.py continuous batching; pages of keys and values, shared between prefixes
 # grpo.py    several updates per batch, so clipped ratios; a KL term; a weight for rounding
-# training/  forgetting.py shortens a step that makes the model forget; engine/: more GPUs
+# training/  a step that makes the model forget is shortened; engine/: several GPUs

@@ -89,7 +89,7 @@ class Growth:
         if size >= self.config.window:
             return (f"Error: prompt and context have {size} tokens, the window holds "
                     f"{self.config.window}")
-        # The ids of the whole opening, system turn included, are kept with the user's turn.
+        # The ids of the whole opening, the system's included, are kept with the user's.
         node.add(Message("system", system))
         node.example = example
         node.add(Message("user", user, tuple(ids)))

@@ -4,7 +4,7 @@ The files of a checkpoint are engine/vocabulary.py's. The ids are those of the r
 implementation, the package tokenizers. For toy models it can train a small vocabulary of
 Qwen's kind.
 
-A conversation is append-only: `open(...)`, a sampled turn, `observe(...)`, a sampled turn,
+A conversation is append-only: `open(...)`, a turn, `observe(...)`, a turn,
 and so on. Its ids are these pieces joined. No piece is ever rendered again.
 
 A thinking model thinks before it replies unless the prompt holds an empty thought. Here
@@ -145,7 +145,7 @@ class Tokenizer:
         return b"".join(self._bytes.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
     def open(self, system: str, user: str, example: Sequence[str] = ()) -> list[int]:
-        """A chat up to where the assistant's first turn begins; `system` may be empty.
+        """A chat up to where the assistant's first message begins; `system` may be empty.
 
         `example` is a conversation before: texts of user, assistant, ..., assistant."""
         users, replies = [*example[::2], user], example[1::2]
@@ -170,7 +170,7 @@ class Tokenizer:
         return ids if text.endswith("\n```") else [*ids, self.end_of_turn]
 
     def encode_messages(self, messages: list, example: Sequence[str] = ()) -> list:
-        """The turns (tree.Message) of a conversation that was saved as text, with this
+        """The messages (tree.Message) of a conversation that was saved as text, with this
         tokenizer's ids. Those of the assistant count as sampled."""
         encoded, system, opened, closed = [], "", False, True
         for message in messages:
@@ -180,7 +180,7 @@ class Tokenizer:
                 closed = ids[-1] == self.end_of_turn
                 logprobs = (0.0,) * len(ids)
             elif message.role == "system":
-                system = message.text  # its ids are kept with the user's turn
+                system = message.text  # its ids are kept with the user's
             elif opened:
                 ids = self.observe(message.text, closed)
             else:

@@ -181,7 +181,7 @@ class Tree:
     group: str  # the trees of one question; rewards are compared within a group
     root: Node
     reward: float
-    failed: str = ""  # if the tree was lost or refused, why; then it is not used
+    failed: str = ""  # why it has no score, if it has none; then it is not used
 
 
 def write_trees(path: str, trees: Iterable[Tree]) -> None:
@@ -192,8 +192,8 @@ def write_trees(path: str, trees: Iterable[Tree]) -> None:
 
 
 def read_trees(path: str, question_type=dict) -> list[Tree]:
-    """The trees of a file; `task_type`, usually tasks.Question, takes a question's fields.
-    Raises ValueError that names the first line which is not a tree."""
+    """The trees of a file; `question_type`, usually tasks.Question, takes a question's
+    fields. Raises ValueError that names the first line which is not a tree."""
     trees = []
     with open(path, "rb") as file:  # bytes, so that a line that is not UTF-8 is named too
         for number, line in enumerate(file, 1):

@@ -197,7 +197,7 @@ def split_path(spec: str) -> tuple[str, str]:
 
 def load_function(spec: str, call: str) -> Callable | None:
     """The function `path/to/file.py:function`, or the one of that file which `call` names,
-    as "score(task, answer)"; None of "". Raises ValueError if there is none, or if it
+    as "score(question, answer)"; None of "". Raises ValueError if there is none, or if it
     cannot be called like that."""
     if not spec:
         return None

@@ -7,7 +7,7 @@ The package `openai` sends the requests, and sends them again when a server is b
 broken. Where the server refuses one for its content or length (400, 413, 422), that node
 ends, and the code of its parent sees an error. If it is the root's first request, the tree
 counts as failed. Anything else (no server, a wrong key, no such model) is the machine's
-failure: the tree is lost, and counts as failed, too.
+failure: the tree has failed, too.
 
 Left out: streaming, log-probabilities, prices, and models that refuse `temperature`
 or `top_p`.
@@ -37,9 +37,9 @@ class API:
 
     async def __call__(self, node: Node, max_tokens: int, key: tuple) -> Completion:
         # What a model wrote may hold broken Unicode, which no request can.
-        messages = [{"role": turn.role,
-                     "content": turn.text.encode("utf-8", "replace").decode()}
-                    for turn in node.conversation]
+        messages = [{"role": message.role,
+                     "content": message.text.encode("utf-8", "replace").decode()}
+                    for message in node.conversation]
         limit = self.limit
         try:
             async with openai.AsyncOpenAI(**self.server) as client:

@@ -64,7 +64,7 @@ def test_advantages_by_hand():
     assert advantages(trees, GRPOConfig()) == pytest.approx([most, -most, 0, 0])
 
 
-def test_groups_are_what_the_rollouts_say_and_failed_trees_do_not_count():
+def test_groups_are_what_the_trees_say_and_failed_trees_do_not_count():
     trees = [made(1.0, group="a"), made(5.0, group="b"), made(0.5, group="a"),
              made(9.0, group="b"), made(7.0, group="a", failed="lost")]
     assert advantages(trees, plain()) == [0.25, -2.0, -0.25, 2.0, 0.0]

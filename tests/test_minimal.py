@@ -30,7 +30,7 @@ def writes(node, text):
 def oracle(nodes):
     """Roots ask about each note from the place, and children read."""
     for node in nodes:
-        text = minimal.ROOT_SCRIPTS[0].replace("PLACE", node.question.split()[-1])
+        text = minimal.ROOT_SCRIPTS[0].replace("PLACE", node.query.split()[-1])
         if node.depth:
             text = minimal.READ
         if len(node.messages) > 1:
@@ -148,7 +148,7 @@ def test_hostile_code_ends_its_node_and_no_more(code):
     def write(nodes):
         for node in nodes:
             first = node.depth == 1 and node.context == context[names[0]]
-            if first or node.question == "hostile":
+            if first or node.query == "hostile":
                 node.add(code, [minimal.END], 1)
             else:
                 oracle([node])

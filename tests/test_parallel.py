@@ -263,5 +263,5 @@ def test_ranks_share_all_trees_alike_and_what_one_loses_is_lost_for_all(monkeypa
     assert on_ranks(8, sampled) == [want] * 8 and shares == dict.fromkeys(range(8), 2)
     assert on_ranks(2, warmed_up) == [[[i] for i in range(16)]] * 2
     lost.add(0)
-    with pytest.raises(REPLError, match="every tree was lost"):
+    with pytest.raises(REPLError, match="every tree failed"):
         on_ranks(2, warmed_up)

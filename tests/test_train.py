@@ -609,7 +609,7 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
     ("--objective", "loss(*given): pass", "gives None in place of torch.Size"),
     ("--objective", "credit(*given): pass", "gives None in place of {node: Credit}"),
     ("--objective", "credit(trees, config): return {trees[0].root: 1.0}", "1.0 in place"),
-    ("--reward", "score(task, answer): return 1.0", "called as score(task, answer, root)"),
+    ("--reward", "score(a, b): return 1.0", "called as score(question, answer, root)"),
     ("--reward", "score(*given): return '1.0'", "gives '1.0' in place of a finite number"),
     ("--task", "demonstrate(*given): pass", "gives None in place of the text"),
     ("--task", "TOOLS(): pass", "no tuple of functions")])

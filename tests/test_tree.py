@@ -68,7 +68,7 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [b"{", b"\xff\xfe", b'{"group": "g"}'])
-def test_a_line_that_is_no_rollout_is_named(tmp_path, bad):
+def test_a_line_that_is_no_tree_is_named(tmp_path, bad):
     path = tmp_path / "bad.jsonl"
     write_trees(str(path), [Tree({}, "g", Node(), 1.0)])
     path.write_bytes(path.read_bytes() + bad + b"\n")

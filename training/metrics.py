@@ -112,7 +112,7 @@ def shares(ends: dict[str, int]) -> str:
 
 def line(m: dict, steps: int) -> str:
     """One step for people. `m` are its metrics."""
-    lost = f" | failed {m['failed']}" if m["failed"] else ""
+    failed = f" | failed {m['failed']}" if m["failed"] else ""
     score = f" (score {m['score']:.3f})" if m["score"] != m["reward"] else ""
     update = "no signal, no step"
     if m["sequences"]:
@@ -122,7 +122,7 @@ def line(m: dict, steps: int) -> str:
             update += f" in {m['step_left']:.2g} of a step"
     return (f"step {m['step']:4}/{steps} | reward {m['reward']:.3f}{score} | "
             f"{m['nodes']:.1f} nodes, {m['tokens']:.0f} tokens | "
-            f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{lost} | "
+            f"ran {m['ran']:.0%} asks {m['asks']:.0%} | {shares(m['ends'])}{failed} | "
             f"flat {m['flat']:.0%} | {update} | "
             f"sample {m['sample_s']:.1f} update {m['update_s']:.1f} s")
 
@@ -171,14 +171,14 @@ class Watch:
         for pack in self.packs:
             now |= self.of_sequences(pack, self.model.logprobs(pack)[0])
         before, after = (ChainMap(*self.world.gather(part)) for part in (self.before, now))
-        lost = defaultdict(list)
+        forgotten = defaultdict(list)
         for i, sequence in enumerate(self.sequences):
             change = after[i] - before[i]
             # A NaN counts as forgotten, not as 0.
             share = 1.0 if math.isnan(change) else -math.expm1(min(0.0, change))
             by_rounding = expected_loss(self.rounding * math.sqrt(sum(sequence.mask)))
-            lost[sequence.depth].append(share - by_rounding)
-        return max([0.0, *(sum(each) / len(each) for each in lost.values())])
+            forgotten[sequence.depth].append(share - by_rounding)
+        return max([0.0, *(sum(each) / len(each) for each in forgotten.values())])
 
 
 def expected_loss(deviation: float) -> float:

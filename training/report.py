@@ -81,7 +81,7 @@ def table_lines(row: dict) -> str:
             f"{score_columns(row)} {number(row, 'in', 9)} {number(row, 'out', 6)} "
             f"{number(row, 'nodes', 5, 1)} {number(row, 'seconds', 7, 1)}")
     notes = [f"roots ended: {shares(row['ends']) or 'none'}",
-             f"lost trees: {row['failed']}"]
+             f"failed trees: {row['failed']}"]
     if row["reward"] != row["score"]:
         notes.append(f"reward: {row['reward']:.3f}")
     return f"{line}\n{note('; '.join(notes))}"
@@ -133,8 +133,8 @@ def note(text: str, indent: str = "    ") -> str:
 # Curves
 
 def measured(metrics: Sequence[dict]) -> dict:
-    """The curves over the steps of GRPO that have two points, with the reward the scores on
-    questions that were asked alone; and the steps that were shortened."""
+    """The curves over the steps of GRPO that have two points, with the reward those of
+    evaluations; and the steps that were shortened."""
     steps = [m for m in metrics if m.get("phase") == "grpo"]
     dots = [(m["step"], m["reward"], m["name"]) for m in metrics
             if m.get("name") in ("heldout_warmup", "validation", "heldout_final")]
@@ -183,7 +183,7 @@ def tree_values(label: str, tree: Tree, tokenizer,
             "adv": rounded(advantages.get(node)), "answer": short_text(node.answer),
             "children": [place[child] for child in node.children],
             "asked_in": node.asked_in,
-            "turns": [message_values(message, 0 < i <= examples)
+            "messages": [message_values(message, 0 < i <= examples)
                       for i, message in enumerate(seen)]}
 
     return {

@@ -156,7 +156,7 @@ class Run:
     def log_step(self, trees: list[Tree], credits: dict, sequences: list,
                  measured: dict) -> None:
         """A step of GRPO: its JSON line, its line for people, and now and then a tree and
-        the report page. `credit` are the Credits of the nodes, `sequences` those trained
+        the report page. `credits` are the Credits of the nodes, `sequences` those trained
         on."""
         row = {"phase": "grpo", "step": self.state.step, **measured,
                "sequences": len(sequences),

@@ -47,7 +47,7 @@ def by_question(records: list[dict], name: str = "score") -> dict[str, list[floa
 
 def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
     """A row of the table: the score is a mean over questions, all else over trees. `n` are
-    the questions with a tree that was not lost, `failed` the lost trees."""
+    the questions with a tree that did not fail, `failed` the trees that did."""
     scored = [r for r in records if not r["failed"]]
     means = [fmean(scores) for scores in by_question(records).values()]
 

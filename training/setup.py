@@ -85,7 +85,7 @@ def prepare(config: Config, world: World, objective: Callable,
     if config.model and not config.resume:
         width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
     config = settings.filled_in(config, width)
-    reward = util.load_function(config.reward, "score(task, answer, root)")
+    reward = util.load_function(config.reward, "score(question, answer, root)")
     # On other ranks the file is not even loaded.
     tracker = util.load_function("" if world.rank else config.tracker, "log(row)")
     task = tasks.load(config.task, config.data)

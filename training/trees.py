@@ -25,7 +25,7 @@ async def collect(questions: list[Question], policy, tokenizer, config: RLMConfi
                   reward: Callable | None = None) -> list[Tree]:
     """`group` trees for each question, in order, each with its reward. The sampling of a
     tree is seeded by `key` and its number. With a `world` each rank grows its share, and
-    then all ranks have the same trees. Raises REPLError if every one of them is lost."""
+    then all ranks have the same trees. Raises REPLError if every one of them failed."""
     todo = [(question, (*key, i * group + n))
             for i, question in enumerate(questions) for n in range(group)]
 
@@ -40,7 +40,7 @@ async def collect(questions: list[Question], policy, tokenizer, config: RLMConfi
     trees = [Tree(questions[i // group], str(i // group), *tree)
              for i, tree in enumerate(grown)]
     if trees and all(tree.failed for tree in trees):
-        raise REPLError(f"every tree was lost: {trees[0].failed}")
+        raise REPLError(f"every tree failed: {trees[0].failed}")
     return trees
 
 
