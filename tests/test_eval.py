@@ -195,7 +195,7 @@ def test_a_repl_that_cannot_start_is_no_wrong_answer(command, monkeypatch):
     message, text = command("--policy", "oracle", "--n", 2)
     assert "no question could be scored" in message
     assert text.splitlines()[1].split()[:5] == ["requests", "rlm1", "-", "0", "-"]
-    assert "failed trees: 2" in text and "lost: REPLError('no process left')" in text
+    assert "failed trees: 2" in text and "failed: REPLError('no process left')" in text
     assert len(keys) == 4 and len(set(keys)) == 2  # each question is tried twice
 
 

@@ -44,7 +44,7 @@ def test_hostile_text_adds_no_tag_and_is_in_the_data_as_it_was():
     first, second = data_of(page)["trees"]
     root = first["nodes"][0]
     assert first["query"] == HOSTILE and second["query"] == "plain"
-    assert root["turns"][2] == {"role": "assistant", "text": HOSTILE}
+    assert root["messages"][2] == {"role": "assistant", "text": HOSTILE}
     assert [first["nodes"][i]["answer"] for i in root["children"]] == [HOSTILE] * 3
     assert [node["adv"] for node in first["nodes"]] == [1.25, None, None, None]
 
@@ -58,7 +58,7 @@ def test_sampled_tokens_carry_their_log_probability():
     tree = Tree(Question("t", "evidence", "q", None), "t", root, 1.0)
     packed = report.of_trees([("x #0", tree)], LETTERS)
     data = data_of(report.page("", {}, "", {"": packed}))
-    messages = data["trees"][0]["nodes"][0]["turns"]
+    messages = data["trees"][0]["nodes"][0]["messages"]
     assert ["tokens" in message for message in messages] == [False, True, False, True]
     assert messages[1]["tokens"] == [["c", -0.5], ["d", -7.0]]
     assert messages[3]["tokens"] == [["f", -0.25]]
