@@ -1,62 +1,93 @@
-"""The sampler and the update beside transformers on a CPU.
+"""The sampler beside transformers on a CPU, and what only a GPU can tell.
 
-    python -m experiments.bench sampler         or train
+    python -m experiments.bench sampler [--model DIR]     without it a small random model
+    python -m experiments.bench gpu [--model DIR]         without it a random Qwen3-4B
 
-Prints the seconds of transformers over ours, with the same random weights: medians with
-their quartiles. experiments/gpu.py measures a GPU.
+`sampler` prints the tokens that both decode per second, by the number of requests. Then it
+prints the seconds of transformers for 40 nodes over ours: the median with its quartiles.
+
+`gpu` prints a table in Markdown: how far the log-probabilities of the sampler and of packed
+sequences are from those of plain rows; the speed of prompts, decoding and updates, to
+compare with the card's data sheet; and the peak of memory beside the plan. Each part is a
+process. Without a GPU DIR can be tiny.
 """
+import argparse
 import asyncio
+import random
 import statistics
-import sys
-from collections.abc import Iterator
+import tempfile
 from functools import partial
+from multiprocessing import get_context
 from timeit import timeit
 
 import engine  # noqa: F401  before torch: it says how torch's threads wait
 
 import torch
 
-from engine import hf
-from engine.packing import PackSize, collate, divided
+from engine import parallel
+from engine.device import DEVICE
+from engine.packing import collate
+from engine.pages import token_bytes
+from engine.plan import GIB, SHORT, Plan, Sizes
 from grpo import GRPOConfig, Sequence, policy_loss
 from model import Decoder, DecoderConfig
 from sampler import Sampler
 
-SMALL = DecoderConfig(  # 42 million parameters
-    vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-REPEATS = 3
-ANSWER = 64  # sampled tokens of a turn
-ROOT, CHILD, OBSERVATION = [1] * 1000, [2] * 500, [3] * 200  # of any tokens
 clock = partial(timeit, number=1)  # seconds
 
 
-def in_transformers(model: Decoder) -> torch.nn.Module:
-    """transformers' model with the same weights."""
+def generate(sampler: Sampler, prompts: list[list[int]], tokens: int) -> list:
+    async def together() -> list:
+        return await asyncio.gather(
+            *(sampler.generate(ids, tokens, key=(i,)) for i, ids in enumerate(prompts)))
+
+    sampler.stats.clear()
+    return asyncio.run(together())
+
+
+# ------------------------------------------------------------------------------------------
+# Beside transformers
+
+SMALL = DecoderConfig(  # 42 million parameters
+    vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+REQUESTS = (1, 8, 36, 96)
+REPEATS = 3
+ANSWER = 64  # sampled tokens of a turn
+ROOT, CHILD, OBSERVATION = [1] * 1000, [2] * 500, [3] * 200  # of any tokens
+
+
+def beside_transformers(path: str) -> None:
+    """All weights are float32."""
     import transformers
 
-    config = transformers.Qwen3Config(**hf.config_json(model.config, torch.float32))
-    theirs = transformers.Qwen3ForCausalLM(config)
-    theirs.load_state_dict(model.state_dict())
-    return theirs
+    ours = Decoder.from_pretrained(path)
+    sampler = Sampler(ours, memory=3 << 30, batch=max(REQUESTS))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for count in REQUESTS:
+        prompts = [CHILD] * count
+        seconds = {"ours": [], "transformers": []}
+        for tokens in (1, 1 + ANSWER):  # the difference is decoding
+            sampler.load(ours)  # empties the cache
+            seconds["ours"].append(clock(lambda: generate(sampler, prompts, tokens)))
+            seconds["transformers"].append(clock(lambda: turn(theirs, prompts, tokens)))
+        rates = [f"{name} {count * ANSWER / (end - first):.0f}"
+                 for name, (first, end) in seconds.items()]
+        print(f"{count} requests, tokens/s: {', '.join(rates)}", flush=True)
 
-
-def sampler() -> dict[str, list[float]]:
-    """8 roots with one prompt take 3 turns each. After its first, a root waits for 4
-    children of 2 turns, all with one prompt as well. After a turn an observation
-    follows."""
-    model = Decoder(SMALL)
-    ours, theirs = Sampler(model, memory=3 << 30, batch=64), in_transformers(model)
     ratios = []
     for _ in range(REPEATS):
-        ours.load(model)  # empties the cache
-        seconds = clock(lambda: asyncio.run(trees(ours)))
+        sampler.load(ours)
+        seconds = clock(lambda: asyncio.run(trees(sampler)))
         ratios.append(clock(lambda: trees_in_batches(theirs)) / seconds)
-    return {"trees": ratios}
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    print(f"trees: {median:.3f} ({low:.3f} to {high:.3f}), n {REPEATS}")
 
 
 async def trees(sampler: Sampler) -> None:
-    """Every node is a coroutine, as in a tree."""
+    """8 roots with one prompt take 3 turns each. After its first, a root waits for 4
+    children of 2 turns, all with one prompt as well. After a turn an observation follows.
+    Every node is a coroutine, as in a tree."""
     async def node(ids: list[int], turns: int, key: tuple, children: int) -> None:
         for turn in range(turns):
             done = await sampler.generate(ids, ANSWER, key=(*key, turn))
@@ -70,79 +101,156 @@ async def trees(sampler: Sampler) -> None:
 
 def trees_in_batches(model) -> None:
     """First turns, then those of all children, then the others: each time equally long."""
-    def turn(batch: list[list[int]]) -> list[list[int]]:
-        ids = torch.tensor(batch)  # B T
-        return model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
-            pad_token_id=0, max_new_tokens=ANSWER, min_new_tokens=ANSWER).tolist()
-
-    roots, children = turn([ROOT] * 8), turn([CHILD] * 32)
-    turn([ids + OBSERVATION for ids in children])
+    roots, children = turn(model, [ROOT] * 8), turn(model, [CHILD] * 32)
+    turn(model, [ids + OBSERVATION for ids in children])
     for _ in range(2):
-        roots = turn([ids + OBSERVATION for ids in roots])
+        roots = turn(model, [ids + OBSERVATION for ids in roots])
 
 
-def train() -> dict[str, list[float]]:
-    """Forward, loss, backward, clipping and AdamW, of all weights. `plain`: 8 rows of 256
-    tokens. `shared`: 40, the nodes of 8 trees, with the same 600 tokens first and 150 of
-    their own. transformers takes 8 rows at a time."""
-    ours = Decoder(SMALL)
-    theirs = in_transformers(ours)
-    adam = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
-    adam_theirs = torch.optim.AdamW(theirs.parameters(), lr=1e-6, fused=True)
-    loads = {"plain": [sequence_of([n] * 256, 0) for n in range(8)],
-             "shared": [sequence_of(ROOT[:600] + [2 + n] * 150, 600) for n in range(40)]}
-    figures = {}
-    for name, sequences in loads.items():
-        ratios = []
-        for _ in range(1 + REPEATS):
-            seconds = clock(lambda: step(ours, adam, our_losses(ours, sequences, 8192)))
-            peer = clock(lambda: step(theirs, adam_theirs, their_losses(theirs, sequences)))
-            ratios.append(peer / seconds)
-        figures[name] = ratios[1:]  # the first warms up
-    return figures
+def turn(model, batch: list[list[int]], tokens: int | None = None) -> list[list[int]]:
+    """The prompts, with `tokens` (ANSWER unless given) that transformers samples after."""
+    ids, tokens = torch.tensor(batch), tokens or ANSWER  # B T
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+        pad_token_id=0, max_new_tokens=tokens, min_new_tokens=tokens).tolist()
 
 
-def sequence_of(ids: list[int], given: int) -> Sequence:
-    """`given` tokens of a prompt, and of the others every other 64 were sampled."""
-    mask = [0] * given + [i // 64 % 2 for i in range(given, len(ids))]
-    return Sequence(ids, mask, [-10.0] * len(ids), [1.0] * sum(mask), 1e-3)
+# ------------------------------------------------------------------------------------------
+# What only a GPU can tell
+
+QWEN3_4B = DecoderConfig(
+    vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+NEW = 128  # tokens that are sampled after a prompt
+LOADS = [(batch, length) for length in (1024, 8192) for batch in (1, 16, 64, 96)]
+UPDATE = ("weights", "gradients", "optimizer", "gathered", "activations")  # of a plan
 
 
-def our_losses(model: Decoder, sequences: list[Sequence],
-               max_tokens: int) -> Iterator[torch.Tensor]:
-    for share in divided(sequences, PackSize(max_tokens)):
-        pack = collate(share, model.lm_head.weight.device)
-        logprobs, entropies = model.logprobs(pack)
-        yield policy_loss(logprobs, entropies, pack, GRPOConfig())[0]
+def show(name: str, *values: float) -> None:
+    print(f"| {name} | {' | '.join(f'{value:,.4g}' for value in values)} |", flush=True)
 
 
-def their_losses(model, sequences: list[Sequence]) -> Iterator[torch.Tensor]:
-    for first in range(0, len(sequences), 8):
-        batch = sequences[first:first + 8]
-        ids = torch.tensor([sequence.ids for sequence in batch])  # B T
-        mask = torch.tensor([sequence.mask for sequence in batch])  # B T
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # B T-1 V
-        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # B T-1
-        yield (-1e-3 * mask[:, 1:] * logprobs).sum()
+def prompt(model: Decoder, length: int, seed: int) -> list[int]:
+    """At most so many tokens, of any vocabulary, with room for NEW after them."""
+    length = min(length, model.config.max_position_embeddings - NEW)
+    return random.Random(seed).choices(range(64), k=length)
 
 
-def step(model, optimizer, losses: Iterator[torch.Tensor]) -> None:
-    for loss in losses:
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+@torch.inference_mode()
+def agreement(model: Decoder) -> None:
+    shared = prompt(model, 4096, seed=9)[20:]
+    prompts = [shared + prompt(model, 20, seed) for seed in range(3)]
+    sampler = Sampler(model)
+    done = generate(sampler, prompts, NEW)
+    sampled = torch.tensor([new.logprobs for new in done], device=DEVICE).flatten()  # N
+    rows = [Sequence([*given, *new.ids], [0] * len(given) + [1] * NEW, [], [], 1.0)
+            for given, new in zip(prompts, done)]
+    plain = torch.cat([model.logprobs(collate([row], DEVICE))[0] for row in rows])  # N
+    packed, _ = model.logprobs(collate(rows, DEVICE))
+    for name, got in (("sampler", sampled), ("packed sequences", packed)):
+        gap = (got - plain).abs()
+        show(f"{name}: mean, largest difference", gap.mean().item(), gap.max().item())
+
+
+def sampling(model: Decoder) -> None:
+    weights = sum(weight.numel() for weight in model.parameters())
+    cached = token_bytes(model.config, 1)  # numbers
+    sampler = Sampler(model, batch=96)
+    generate(sampler, [prompt(model, 1024, seed=9)], 1)  # libraries begin slowly
+    for batch, length in LOADS:
+        prompts = [prompt(model, length, seed) for seed in range(batch)]
+        length = len(prompts[0])
+        if batch * (length + NEW) > sampler.cache.count * sampler.cache.size:
+            print(f"| {batch} x {length} | does not fit into the cache |")
+            continue
+        sampler.load(model)  # forgets the prompts before
+        done = generate(sampler, prompts, 1)
+        rate = batch * length / sampler.stats["seconds"]
+        show(f"{batch} x {length}: prompt tokens/s, TFLOP/s", rate, 2e-12 * weights * rate)
+        prompts = [[*ids, *new.ids] for ids, new in zip(prompts, done)]
+        generate(sampler, prompts, NEW)  # all but the last token is cached: decode steps
+        rate = sampler.stats["steps"] / sampler.stats["seconds"]
+        read = 2e-9 * (weights + batch * (length + NEW / 2) * cached)  # GB of a step
+        show(f"{batch} x {length}: decoded tokens/s, GB/s", batch * rate, read * rate)
+
+
+def update(model: Decoder, rank: int = 0, above: int = 0) -> None:
+    """Of four rows of 8,192 tokens, or of so many that no layer is computed again. Every
+    other 64 tokens were sampled."""
+    rows = [prompt(model, above or 8192, seed) for seed in range(4)]
+    c, length, sizes = model.config, len(rows[0]), Sizes.of(model)
+    mask = [i // 64 % 2 for i in range(length)]
+    sequences = [
+        Sequence(ids, mask, [-10.0] * length, [1.0] * sum(mask), 1e-3) for ids in rows]
+    if rank:
+        model.requires_grad_(True).add_lora(rank, 32.0)
+    else:
+        model.float().requires_grad_(True)
+        parallel.shard(model, torch.bfloat16)
+    model.recompute_above = above
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        for sequence in sequences:
+            pack = collate([sequence], DEVICE)
+            policy_loss(*model.logprobs(pack), pack, GRPOConfig())[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.get_device_module(DEVICE).synchronize()
+
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # a random model is made in float32
+    step()  # it may compile
+    seconds = min(clock(step) for _ in range(3))
+    plan = Plan(c, sizes, length, rank, torch.bfloat16, 0, recompute_above=above)
+    layers, head = sizes.model - sizes.embedding, c.vocab_size * c.hidden_size
+    attention = c.is_linear.count(False) * c.num_attention_heads * c.head_dim * length
+    rate = len(rows) * length / seconds
+    matrices = 4 if rank else 6  # frozen ones have no gradient
+    flop = matrices * (layers + head / 2) + 6 * attention  # of a token; half are sampled
+    show("tokens/s, TFLOP/s", rate, 1e-12 * flop * rate)
+    if DEVICE == "cuda":
+        planned = sum(plan.need()[part] for part in UPDATE) / GIB
+        show("peak GiB, planned GiB", torch.cuda.max_memory_allocated() / GIB, planned)
+
+
+PARTS = {"agreement": agreement, "sampling": sampling, "update of all weights": update,
+         "update of adapters": partial(update, rank=16),
+         "update of adapters, short rows": partial(update, rank=16, above=SHORT)}
+
+
+def run(part: str, path: str) -> None:
+    if path:
+        model = Decoder.from_pretrained(path, torch.bfloat16, DEVICE)
+    else:
+        with torch.device(DEVICE):
+            model = Decoder(QWEN3_4B).to(torch.bfloat16)
+    PARTS[part](model)
+
+
+def gpu(path: str) -> None:
+    print(f"| torch {torch.__version__} on {DEVICE} | | |\n{'|---' * 3}|")
+    for part in PARTS:
+        print(f"| **{part}** | | |", flush=True)
+        process = get_context("spawn").Process(target=run, args=(part, path))
+        process.start()
+        process.join()  # if it fails, it shows a traceback, and the next one begins
 
 
 def main() -> None:
-    benchmark = {"sampler": sampler, "train": train}.get(sys.argv[-1])
-    if not benchmark:
-        sys.exit("name one of: sampler, train")
+    parser = argparse.ArgumentParser(description="How fast sampling and updates are.")
+    parser.add_argument("what", choices=("sampler", "gpu"))
+    parser.add_argument("--model", default="", help="directory of a checkpoint")
+    given = parser.parse_args()
+    if given.what == "gpu":
+        gpu(given.model)
+        return
     torch.manual_seed(0)
-    for figure, values in benchmark().items():
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        print(f"{figure:8} {median:.3f} ({low:.3f} to {high:.3f}), n {len(values)}")
+    with tempfile.TemporaryDirectory() as small:
+        if not given.model:
+            Decoder(SMALL).save_pretrained(small)
+        beside_transformers(given.model or small)
 
 
 if __name__ == "__main__":

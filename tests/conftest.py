@@ -1,5 +1,5 @@
 """What several test files share. Before torch is loaded: one thread, for small models on a
-machine that may be busy, and no GPU, whose program is experiments/gpu.py."""
+machine that may be busy, and no GPU, whose program is experiments/bench.py."""
 import base64
 import gc
 import json
