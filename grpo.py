@@ -73,15 +73,12 @@ def credits_of(objective: Callable, trees: list[Tree],
     return credits
 
 
-def advantages(trees: list[Tree], config: GRPOConfig,
-               compare: Callable | None = None) -> list[float]:
-    """The advantage of each root within its group, 0 for failed trees. Other objectives
-    `compare` the rewards of a group in their own way."""
+def advantages(trees: list[Tree], config: GRPOConfig) -> list[float]:
+    """The advantage of each root within its group, 0 for failed trees."""
     result = [0.0] * len(trees)
     for members in scored_groups(trees).values():
         rewards = [trees[i].reward for i in members]
-        compared = compare(rewards) if compare else relative(rewards, config)
-        for i, advantage in zip(members, compared):
+        for i, advantage in zip(members, relative(rewards, config)):
             result[i] = advantage
     return result
 
@@ -238,8 +235,8 @@ def centred(values: list[float]) -> list[float]:
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; leave_one_out, max_rl, node_mean, rao, filter, dpo, own "
-                "(baselines/objectives.py); or path/to/file.py[:function]")
+        "grpo", "grpo; rao, filter, dpo, own (baselines/objectives.py); or "
+                "path/to/file.py[:function]")
     trained: str = flag(
         "all", "which nodes are trained: all, the roots, or the children",
         choices=("all", "roots", "children"))

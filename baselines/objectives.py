@@ -8,15 +8,12 @@ from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
-from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, advantages, centred, credit, inherit,
-                  relative, scored_groups)
+from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, centred, credit, inherit, relative,
+                  scored_groups)
 from tree import Node, Tree
 
 # Which switches of GRPOConfig an objective reads, of those that some do not.
 READS = {
-    "leave_one_out": "trained children length updates kl",
-    "max_rl": "trained children length updates kl",
-    "node_mean": "trained length std updates kl",
     "rao": "trained children length updates kl",
     "filter": "trained children length updates kl",
     "dpo": "trained children",
@@ -33,40 +30,6 @@ def check_switches(config: GRPOConfig) -> None:
         value, read = getattr(config, name), READS[config.objective].split()
         if name not in read and value != getattr(GRPOConfig, name):
             raise ValueError(f"{config.objective} does not read --{name} {value}")
-
-
-def _left_out(rewards: list[float]) -> list[float]:
-    """Each reward minus the mean of the others; 0 for one alone."""
-    return [a * len(rewards) / max(1, len(rewards) - 1) for a in centred(rewards)]
-
-
-def leave_one_out(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
-    """RLOO (2402.14740): A_g = r_g - the mean reward of the OTHER trees of the group.
-
-    Up to the factor G / (G - 1) it is Dr. GRPO's (2503.20783)."""
-    return inherit(trees, advantages(trees, config, _left_out), config)
-
-
-def max_rl(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
-    """MaxRL (2602.02710): A_g = (r_g - mean(r)) / mean(r). A question that is seldom solved
-    counts more. A group whose mean is not above 0 has no advantage."""
-    def over_mean(rewards: list[float]) -> list[float]:
-        mean = fmean(rewards)
-        return [a / mean if mean > 0 else 0.0 for a in centred(rewards)]
-
-    return inherit(trees, advantages(trees, config, over_mean), config)
-
-
-def node_mean(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
-    """WideSeek-R1 (2602.04634): each of the N trained nodes of a tree weighs 1/N.
-
-    It takes the mean over the tokens of a node: --length sequence."""
-    result = credit(trees, config)
-    for tree in trees:
-        nodes = [node for node in tree.root.walk() if node in result]
-        for node in nodes:
-            result[node] = replace(result[node], weight=1 / len(nodes))
-    return result
 
 
 def rao(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
@@ -88,10 +51,13 @@ def rao(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
             if score is not None:
                 returns[node] = score + LAMBDA * fmean(below or [0.0])
 
-    of_roots = [replace(tree, reward=returns[tree.root]) for tree in trees]
-    inherited = advantages(of_roots, config, _left_out)
+    inherited, groups = [0.0] * len(trees), scored_groups(trees).values()
+    for members in groups:
+        gaps = centred([returns[trees[i].root] for i in members])
+        for i, gap in zip(members, gaps):  # from the mean of all to that of the others
+            inherited[i] = gap * len(members) / max(1, len(members) - 1)
     result = inherit(trees, inherited, config)
-    for members in scored_groups(trees).values():
+    for members in groups:
         for i in members if len(members) > 1 else ():
             root = trees[i].root
             for node in result.keys() & returns.keys() & set(root.walk()):

@@ -27,12 +27,6 @@ def scored_trees():
 # Advantage and weight of each node, in pre-order. Trees of 4, 2 and 2 nodes have by 1/k:
 BY_K = [1, 1 / 2, 1 / 2, 1 / 2, 1, 1, 1, 1]
 HAND = [
-    # 1 - (0 + 0.5) / 2, 0 - (1 + 0.5) / 2, 0.5 - (1 + 0) / 2
-    ("leave_one_out", {}, [0.75] * 4 + [-0.75] * 2 + [0.0] * 2, BY_K),
-    # (1 - 0.5) / 0.5, (0 - 0.5) / 0.5, (0.5 - 0.5) / 0.5
-    ("max_rl", {}, [1.0] * 4 + [-1.0] * 2 + [0.0] * 2, BY_K),
-    ("node_mean", {"std": "off"},
-     [0.5] * 4 + [-0.5] * 2 + [0.0] * 2, [1 / 4] * 4 + [1 / 2] * 4),
     ("own", {"std": "off"},  # scores 1, 0, 0.5 of all; the others inherit
      [0.5, 0.5, 0.5, -0.5, -0.5, 0.0, 0.0, 0.0], BY_K),
     ("filter", {}, [1.0] * 4 + [0.0] * 2 + [1.0] * 2, BY_K),  # who scored 0.5 or more
@@ -116,7 +110,7 @@ def test_the_gradient_of_dpo_is_that_of_its_textbook_loss(float64):
 
 @pytest.mark.parametrize("name, switch", [
     ("filter", {"std": "off"}), ("rao", {"std": "off"}), ("dpo", {"length": "sequence"}),
-    ("node_mean", {"children": "sum"}), ("dpo", {"updates": 2}), ("dpo", {"kl": 0.1})])
+    ("dpo", {"updates": 2}), ("dpo", {"kl": 0.1})])
 def test_a_switch_that_an_objective_does_not_read_is_refused(name, switch):
     with pytest.raises(ValueError, match=f"{name} does not read --{[*switch][0]}"):
         objectives.check_switches(GRPOConfig(objective=name, **switch))
