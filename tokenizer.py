@@ -132,7 +132,11 @@ class Tokenizer:
                 ids += [self.special[part]] if part in self.special else self.encode(part)
             return ids
 
-        for part in LONG_RUN.split(_normalise(text, nfc=NORMALIZER[self.cut] is not None)):
+        # Through UTF-16: surrogate pairs become their character, lone surrogates U+FFFD.
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if NORMALIZER[self.cut]:
+            text = unicodedata.normalize("NFC", text)
+        for part in LONG_RUN.split(text):
             step = RUN if part.isspace() else max(1, len(part))
             for i in range(0, len(part), step):
                 ids += self._bpe.encode_ordinary(part[i:i + step])
@@ -203,12 +207,6 @@ def _check_order(vocab: dict, merges: list, source: str) -> None:
         raise ValueError(f"{source}: ids are not ranks (bytes, then one id per merge)")
 
 
-def _normalise(text: str, nfc: bool) -> str:
-    # Through UTF-16: surrogate pairs become their character, lone surrogates U+FFFD.
-    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return unicodedata.normalize("NFC", text) if nfc else text
-
-
 def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
     """The tokens in the order of their ids, and the merges. For toys only: slow.
 
@@ -218,9 +216,10 @@ def _learn_merges(texts: Iterable[str], size: int) -> tuple[list[str], list]:
 
     cut, counts = regex.compile(PATTERNS["qwen"]), Counter()
     for text in texts:
-        counts.update(cut.findall(_normalise(text, nfc=True)))
+        counts.update(cut.findall(unicodedata.normalize("NFC", text)))
     byte_id = {b: i for i, b in enumerate(BYTES.values())}
-    words = [([byte_id[b] for b in word.encode()], n) for word, n in counts.items()]
+    words = [([byte_id[b] for b in word.encode("utf-8", "replace")], n)
+             for word, n in counts.items()]
     tokens, merges = list(BYTES), []
     while len(tokens) < size:
         pairs = Counter()

@@ -218,7 +218,8 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | N
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
         clock.start()
-        asked = questions.batch(state.step, config.questions)
+        first = state.step * config.questions
+        asked = [questions.draw("grpo", first + i) for i in range(config.questions)]
         key = config.seed, state.step
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
         clock.trees_done()

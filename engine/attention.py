@@ -90,14 +90,12 @@ class PackedLayout(Layout):
                 counts.append((len(new), len(row)))
                 keys.append(row)
 
-        def tensor(values) -> Tensor:
-            return torch.as_tensor(values, device=device)
-
         self.device, self.before = device, np.array(before)
-        self.computed, self.positions = tensor(computed), tensor(positions)
-        self.states = tensor(states)
-        # If nothing is shared, the keys of the rows are those that are computed.
-        self.keys = tensor(np.concatenate(keys)) if len(computed) < len(ids) else None
+        self.computed, self.positions, self.states, self.keys = (
+            torch.as_tensor(values, device=device)
+            for values in (computed, positions, states, np.concatenate(keys)))
+        if len(computed) == len(ids):
+            self.keys = None  # nothing is shared: they are those that are computed
         self.new, self.all = zip(*counts)
         # SDPA's own causal mask begins at the first key. Sequences that share need another.
         self.masks = [None if n == all else lower_right(n, all, device)

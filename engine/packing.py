@@ -5,7 +5,6 @@ as the model computes a common prefix once. A sequence is any object with `ids`,
 """
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,18 +22,14 @@ def by_prefix(sequences: list[list[int]]) -> tuple[list[int], list[int]]:
     In this order a sequence shares most with the one before it. So the sum of
     `len(sequence) - shared` counts each prefix once, except short ones."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    arrays = [np.asarray(sequences[i]) for i in order]
-    shared = [common_prefix(before, sequence) for before, sequence in pairwise(arrays)]
-    shared = [n if n >= WORTH_SHARING * len(sequence) else 0
-              for n, sequence in zip(shared, arrays[1:])]
-    return order, [0, *shared][:len(sequences)]
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The length of the common prefix."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
+    shared, before = [], np.zeros(0)
+    for sequence in (np.asarray(sequences[i]) for i in order):
+        n = min(len(before), len(sequence))
+        differ = np.flatnonzero(before[:n] != sequence[:n])
+        n = int(differ[0]) if len(differ) else n
+        shared.append(n if n >= WORTH_SHARING * len(sequence) else 0)
+        before = sequence
+    return order, shared
 
 
 class PackSize(NamedTuple):
@@ -51,11 +46,6 @@ class Load:
     size: float = 0.0  # what they take in memory, in tokens
     cost: float = 0.0  # what they take in time
 
-    def add(self, sequences: list, size: float, cost: float) -> None:
-        self.sequences += sequences
-        self.size += size
-        self.cost += cost
-
 
 def prefix_groups(sequences: list, limit: float, attention_cost: float,
                   copy_cost: float) -> list[Load]:
@@ -70,8 +60,9 @@ def prefix_groups(sequences: list, limit: float, attention_cost: float,
         if before + size - shared > limit or shared < WORTH_SHARING * before:
             result.append(Load())
             shared = 0
-        cost = (length - shared) * (1 + attention_cost * length)
-        result[-1].add([sequences[i]], size - shared, cost)
+        result[-1].sequences.append(sequences[i])
+        result[-1].size += size - shared
+        result[-1].cost += (length - shared) * (1 + attention_cost * length)
     return result
 
 
@@ -88,7 +79,10 @@ def divided(sequences: list, size: PackSize, rank: int = 0, ranks: int = 1) -> l
                          if not pack.sequences or pack.size + unit.size <= max_tokens]
             if not with_room:
                 return False
-            min(with_room, key=attrgetter("cost")).add(unit.sequences, unit.size, unit.cost)
+            pack = min(with_room, key=attrgetter("cost"))
+            pack.sequences += unit.sequences
+            pack.size += unit.size
+            pack.cost += unit.cost
         return True
 
     max_tokens, *costs = size
@@ -128,19 +122,21 @@ def packs(sequences: list, size: PackSize, world, device) -> list[Pack]:
 
 def collate(sequences: list, device) -> Pack:
     """The pack of these sequences. Without sequences it has one token, with mask 0."""
-    def flat(values) -> Tensor:
-        listed = [value for sequence in sequences for value in values(sequence)]
-        return torch.tensor(listed, dtype=torch.get_default_dtype(), device=device)
-
     ids = [i for sequence in sequences for i in sequence.ids]
     mask = [m for sequence in sequences for m in sequence.mask]
+    logprobs = [p for sequence in sequences
+                for p, m in zip(sequence.logprobs, sequence.mask) if m]
+    advantages = [a for sequence in sequences for a in sequence.advantages]
+    weights = [sequence.weight for sequence in sequences for _ in range(sum(sequence.mask))]
+    logprobs, advantages, weights = (
+        torch.tensor(values, dtype=torch.get_default_dtype(), device=device)
+        for values in (logprobs, advantages, weights))
     return Pack(
         ids=torch.tensor([ids or [0]], device=device),
         mask=torch.tensor([mask or [0]], device=device),
         lengths=[len(sequence.ids) for sequence in sequences] or [1],
         sequences=sequences,
         sampled=[sum(sequence.mask) for sequence in sequences],
-        sampler_logprobs=flat(
-            lambda sequence: [p for p, m in zip(sequence.logprobs, sequence.mask) if m]),
-        advantages=flat(lambda sequence: sequence.advantages),
-        weights=flat(lambda sequence: [sequence.weight] * sum(sequence.mask)))
+        sampler_logprobs=logprobs,
+        advantages=advantages,
+        weights=weights)

@@ -132,12 +132,12 @@ def new_pool(model, memory: int, size: int) -> Tensor:
     return zeros(shape, weight, weight.dtype)
 
 
-def flatten(step: list, pool: Tensor) -> list[Tensor]:
-    """A step as four int64 tensors: its N tokens, their positions, their slots in the pool
-    (page * S + offset), and the index among the N of the last token of each request that
-    samples."""
+def flatten(step: list, pool: Tensor) -> tuple[list, list[Tensor]]:
+    """The requests that sample after a step, as all their tokens are computed; and the step
+    as four int64 tensors: its N tokens, their positions, their slots in the pool (page * S
+    + offset), and the index among the N of the last token of each request that samples."""
     size = pool.shape[3]
-    ids, positions, slots, last = [], [], [], []
+    sampling, ids, positions, slots, last = [], [], [], [], []
     for request, n in step:
         end = request.computed + n
         ids += request.ids[request.computed:end]
@@ -145,19 +145,10 @@ def flatten(step: list, pool: Tensor) -> list[Tensor]:
         slots += [request.page_table[i // size] * size + i % size
                   for i in range(request.computed, end)]
         if end == len(request.ids):
+            sampling.append(request)
             last.append(len(ids) - 1)
-    return [torch.tensor(values, dtype=torch.int64, device=pool.device)
-            for values in (ids, positions, slots, last)]
-
-
-def sampling(step: list) -> list:
-    """The requests that sample after this step, because all their tokens are computed."""
-    return [request for request, n in step if request.computed + n == len(request.ids)]
-
-
-def longest(step: list) -> int:
-    """The most tokens that a request of the step has after it."""
-    return max((request.computed + n for request, n in step), default=0)
+    return sampling, [torch.tensor(values, dtype=torch.int64, device=pool.device)
+                      for values in (ids, positions, slots, last)]
 
 
 class Prompts:
@@ -207,12 +198,10 @@ class GatheredPages:
 
     def forward(self, step: list) -> tuple[list, Tensor]:
         """The requests that sample, by row, and their logits, (B, V) float32."""
-        decoding, others = self._arrange(step)
-        step = decoding + others
-        ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
-        prompts = Prompts(others, len(decoding), self.pool)
-
-        count, most = len(decoding), longest(decoding)
+        decoding, others, most = self._arrange(step)
+        sampling, (ids_N, pos_N, slots_N, last_B) = flatten(decoding + others, self.pool)
+        count = len(decoding)
+        prompts = Prompts(others, count, self.pool)
         row_B = torch.arange(count, device=pos_N.device)
         pos_B = pos_N[:count]
         later_BT = torch.arange(most, device=pos_N.device) > pos_B[:, None]
@@ -239,21 +228,23 @@ class GatheredPages:
                                dtype=torch.int64, device=self.pool.device)
         layout = StepLayout(attend, delta.rule_step, self.states, state_B, others)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], layout)[0]
-        return sampling(step), linear_float32(hidden_ND[last_B], self.head)
+        return sampling, linear_float32(hidden_ND[last_B], self.head)
 
-    def _arrange(self, step: list) -> tuple[list, list]:
+    def _arrange(self, step: list) -> tuple[list, list, int]:
         """The requests with one token, in the order of their rows, which hold their keys
-        and values then; and the others."""
+        and values then; the others; and the most tokens that one of the rows has."""
         ones = [pair for pair in step if pair[1] == 1]
-        while len(ones) * longest(ones) > self.room:
-            ones = [pair for pair in ones if pair[0].computed + 1 < longest(ones)]
+        ones.sort(key=lambda pair: pair[0].computed)
+        while ones and len(ones) * (ones[-1][0].computed + 1) > self.room:
+            ones.pop()  # the longest
+        longest = ones[-1][0].computed + 1 if ones else 0
         # A request that has one of the first rows keeps it. The others take what is left.
         count, movers = len(ones), {request: (request, n) for request, n in ones}
         self.held += [(None, 0)] * (count - len(self.held))
         keep = [movers.pop(request, None) for request, _ in self.held[:count]]
         decoding = [pair or movers.popitem()[1] for pair in keep]
 
-        self._make_room(count, longest(ones))
+        self._make_room(count, longest)
         for row, (request, _) in enumerate(decoding):
             end = request.computed
             if self.held[row] != (request, end):
@@ -261,7 +252,7 @@ class GatheredPages:
                 self.rows[:, :, row, :, :end] = seen[:, :, :end].transpose(2, 3)
             self.held[row] = (request, end + 1)
         placed = {request for request, _ in decoding}
-        return decoding, [pair for pair in step if pair[0] not in placed]
+        return decoding, [pair for pair in step if pair[0] not in placed], longest
 
     def _make_room(self, count: int, length: int) -> None:
         """For `count` rows of `length` tokens, and for more of both, so that this is rare:
@@ -308,15 +299,18 @@ class FlashPages:
         """The requests that sample, and their logits, (B, V) float32."""
         decoding = [pair for pair in step if pair[0].computed + 1 == len(pair[0].ids)]
         prompts = [pair for pair in step if pair[0].computed + 1 < len(pair[0].ids)]
+        requests = [request for request, _ in decoding]
         logits = [self._replay(decoding)] if decoding else []
         if prompts:
-            logits.append(self._forward_prompts(prompts))
-        return sampling(decoding + prompts), torch.cat(logits)
+            sampling, logits_BV = self._forward_prompts(prompts)
+            requests += sampling
+            logits.append(logits_BV)
+        return requests, torch.cat(logits)
 
-    def _forward_prompts(self, step: list) -> Tensor:
-        """Several tokens of each request, all in one pass: the logits of those requests
-        that sample."""
-        ids_N, pos_N, slots_N, last_B = flatten(step, self.pool)
+    def _forward_prompts(self, step: list) -> tuple[list, Tensor]:
+        """Several tokens of each request, all in one pass: the requests that sample, and
+        their logits."""
+        sampling, (ids_N, pos_N, slots_N, last_B) = flatten(step, self.pool)
         prompts = Prompts(step, 0, self.pool)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -326,7 +320,7 @@ class FlashPages:
 
         layout = StepLayout(attend, rule_step, self.states, ids_N[:0], step)
         hidden_ND = self.model.hidden(ids_N[None], pos_N[None], layout)[0]
-        return linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
+        return sampling, linear_float32(hidden_ND[last_B], self.model.lm_head.weight)
 
     def _write(self, layer: int, slots_N: Tensor, q: Tensor, k: Tensor, v: Tensor):
         """Put new keys and values, each (1, K, N, E), into the pages: q as (N, H, E)."""

@@ -53,12 +53,6 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def share(self, items: list) -> list:
-        """This rank's part of a list: neighbours. So two trees of one question, which have
-        a prompt in common, are mostly on one rank."""
-        first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
-        return items[first:end]
-
     def gather(self, value) -> list:
         """The value of every rank, in the order of the ranks."""
         if self.size == 1:

@@ -91,10 +91,6 @@ class Questions:
                      f"{min(scores):.3f}")
         return "\n".join(lines)
 
-    def batch(self, step: int, n: int) -> list[Question]:
-        """The n questions of a step of GRPO."""
-        return [self.draw("grpo", i) for i in range(step * n, (step + 1) * n)]
-
 
 @lru_cache(1)
 def _shuffled(n: int, seed: str) -> list[int]:

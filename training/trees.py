@@ -1,7 +1,7 @@
 """Many trees at once: grown side by side, shared out over the ranks, and scored."""
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,17 @@ async def collect(questions: list[Question], policy, tokenizer, config: RLMConfi
     """`group` trees for each question, in order, each with its reward. The sampling of a
     tree is seeded by `key` and its number. With a `world` each rank grows its share, and
     then all ranks have the same trees. Raises REPLError if every one of them failed."""
-    todo = [(question, (*key, i * group + n))
-            for i, question in enumerate(questions) for n in range(group)]
-
-    def one(question: Question, key: tuple) -> Awaitable:
-        tree = partial(grow, question, policy, tokenizer, config, key)
-        return attempt(tree, question, reward)
+    todo = []
+    for i, question in enumerate(questions):
+        for n in range(i * group, (i + 1) * group):
+            tree = partial(grow, question, policy, tokenizer, config, (*key, n))
+            todo.append((tree, question, reward))
+    if world:  # neighbours, as those of a question have a prompt in common
+        ends = [len(todo) * rank // world.size for rank in (world.rank, world.rank + 1)]
+        todo = todo[slice(*ends)]
 
     at_once = min(at_once, trees_at_once(config.max_nodes))
-    grown = await side_by_side(one, world.share(todo) if world else todo, at_once, label)
+    grown = await side_by_side(attempt, todo, at_once, label)
     if world:  # every rank knows the questions, so only the trees are exchanged
         grown = [tree for part in world.gather(grown) for tree in part]
     trees = [Tree(questions[i // group], str(i // group), *tree)
