@@ -8,14 +8,12 @@ import inspect
 import json
 import os
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -73,11 +71,6 @@ def read_json(path: str) -> dict:
         if not isinstance(value, dict):
             raise ValueError("no JSON object")
         return value
-
-
-def program(name: str) -> str:
-    """The path from here to one of our programs, for commands that are printed."""
-    return shlex.quote(os.path.relpath(Path(__file__).with_name(name)))
 
 
 # --- command lines ------------------------------------------------------------------------

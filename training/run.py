@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import statistics
+import sys
 import time
 import zlib
 from collections import deque
@@ -23,7 +24,7 @@ from engine.parallel import World
 from training import checkpoint, metrics, report, scores
 from training.settings import Config
 from tree import Node, Tree, printable, render, write_trees
-from util import program, read_json, reading, write_json, write_text
+from util import read_json, reading, write_json, write_text
 
 SAVE_EVERY = 25  # steps of GRPO between checkpoints
 SAVE_SECONDS = 600.0  # after so long a checkpoint is due all the same
@@ -342,7 +343,7 @@ def resuming(config: Config, world: World) -> str:
     """The command that continues the run."""
     start = f"cd {shlex.quote(os.getcwd())} && "  # flags may name files from here
     start += f"torchrun --nproc-per-node {world.local_size}" if world.size > 1 else "python"
-    return f"{start} {program('train.py')} --resume --out {shlex.quote(config.out)}"
+    return f"{start} {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(config.out)}"
 
 
 def flags_of_run(args) -> dict:
