@@ -64,6 +64,8 @@ def beside_transformers(path: str) -> None:
     ours = Decoder.from_pretrained(path)
     sampler = Sampler(ours, memory=3 << 30, batch=max(REQUESTS))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generate(sampler, [CHILD], 1)  # libraries begin slowly
+    turn(theirs, [CHILD], 1)
     for count in REQUESTS:
         prompts = [CHILD] * count
         seconds = {"ours": [], "transformers": []}
@@ -111,7 +113,8 @@ def turn(model, batch: list[list[int]], tokens: int | None = None) -> list[list[
     """The prompts, with `tokens` (ANSWER unless given) that transformers samples after."""
     ids, tokens = torch.tensor(batch), tokens or ANSWER  # B T
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0,
+        top_k=0, top_p=1.0, repetition_penalty=1.0,  # whatever the checkpoint says
         pad_token_id=0, max_new_tokens=tokens, min_new_tokens=tokens).tolist()
 
 
