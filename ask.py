@@ -58,13 +58,10 @@ class RLM:
         self.lock = threading.Lock()  # the sampler serves one event loop at a time
 
     def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
-        """The answer: any JSON value, or None. Threads take turns."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:  # there is none, as there should be
-            with self.lock:
-                return asyncio.run(self.acompletion(query, context, verbose))
-        raise RuntimeError("an event loop runs here, as in a notebook: await acompletion")
+        """The answer: any JSON value, or None. Threads take turns. Where an event loop
+        runs, as in a notebook, await acompletion."""
+        with self.lock:
+            return asyncio.run(self.acompletion(query, context, verbose))
 
     async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
         task = tasks.asked_as(trained_task(self.config, self.task))

@@ -96,8 +96,6 @@ class EvalConfig(Evaluation, Answering):
         super().__post_init__()
         if not (self.model or self.api or self.policy):
             raise ValueError("give one of --model DIR, --api URL, --policy oracle")
-        if self.policy and self.api:
-            raise ValueError("--policy oracle asks no server")
         if self.samples > 1 and not self.temperature:
             raise ValueError("at --temperature 0 all --samples of a question are the same")
         if self.data and self.lengths:

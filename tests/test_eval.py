@@ -263,7 +263,6 @@ def test_other_questions_or_several_methods_are_nothing_to_compare_with(
     (["--policy", "oracle", "--tasks", "chess"], "no task 'chess'"),
     (["--policy", "oracle", "--tasks", __file__], "test_eval.py has no function oracle"),
     (["--model", "m", "--api", "u", "--api-model", "n"], "not both"),
-    (["--policy", "oracle", "--api", "u", "--api-model", "n"], "asks no server"),
     (["--policy", "oracle", "--data", "f", "--lengths", "2k"], "not for --data"),
     (["--model", "m", "--samples", "2", "--temperature", "0"], "are the same"),
     (["--policy", "oracle", "--against", "/nowhere"], "/nowhere")])
