@@ -134,7 +134,7 @@ class Asked:
     demo: bool = flag(False, "ask a question of --task that --seed draws", common=True)
     task: str = flag(
         "", "whose prompts and tools are used: a name, or path/to/my_task.py; empty: that "
-            "of the model's training, if it is ours", common=True)
+            "of the model's training, if it is ours; with --demo: requests", common=True)
     question: str = flag("", "what to ask", words="?")
     files: tuple = flag((), "the context; none: standard input", words="*")
 
@@ -165,7 +165,7 @@ def main() -> None:
         sys.exit(f"no answer: {ENDS[root.end]}")
     print(printable(as_text(root.answer)))
     if flags.demo:
-        score = tasks.reward(question, root.answer)
+        score = tasks.score_of(question, root.answer)
         print(f"gold: {as_text(question.answer)}\nscore: {score:.2f}")
 
 

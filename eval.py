@@ -33,7 +33,7 @@ from repl import REPLError, trees_at_once
 from rlm import grow
 from sampler import SamplerError
 from tasks import Question
-from training.questions import heldout_tasks, read, split
+from training.questions import heldout_questions, read, split
 from training.scripts import message_of, scripted
 from training import report
 from training.scores import by_question, differences, record_of, summary, method_of
@@ -83,7 +83,7 @@ class Evaluation:
                            "and what GRPO would see", 1, common=True)
     against: str = flag("", "trees that an earlier --save wrote, by one method: prints the "
                             "difference, question by question", common=True)
-    reward: str = flag("", "path/to/file.py[:function] that scores in place of the task")
+    reward: str = flag("", "path/to/file.py[:function]: a reward, shown under the score")
     html: str = flag("", "write the report, one page, to this file")
     save: str = flag("", "write the trees to this JSONL file, after each line of the table")
 
@@ -123,7 +123,7 @@ def lengths_of(text: str) -> list[int | None]:
 def questions_of(flags: EvalConfig, task: ModuleType, length: int | None) -> list:
     """The questions of a task: of --data the side that --split names, or generated."""
     if not flags.data:
-        return heldout_tasks(flags.n, task, flags.seed, length=length,
+        return heldout_questions(flags.n, task, flags.seed, length=length,
                              heldout=flags.split != "train")
     rows = read(flags.data, task)
     if flags.split != "all":
@@ -134,7 +134,7 @@ def questions_of(flags: EvalConfig, task: ModuleType, length: int | None) -> lis
 
 def earlier(path: str, questions: dict[tuple, list[Question]]) -> dict[tuple, dict]:
     """The scores of saved trees, `by_question`, beside each cell of `questions`: as
-    {(kind, length, path): scores}. Raises ValueError if they do not answer the same
+    {(task, length, path): scores}. Raises ValueError if they do not answer the same
     questions, or by more than one method."""
     trees = read_trees(path, Question)
     asked = {question.id for part in questions.values() for question in part}

@@ -255,7 +255,7 @@ class Decoder(Adaptable):
                layout: Layout | None = None) -> Tensor:
         """(B, T) ids -> (B, T, D) final states.
 
-        Positions count from 0 unless given. `rows` says how tokens see each other; by
+        Positions count from 0 unless given. `layout` says how tokens see each other; by
         default they are B rows."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
@@ -274,10 +274,10 @@ class Decoder(Adaptable):
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy (nats) of each sampled token of a pack, given those
-        of its row before it: two float32 (N,). Entropy has no gradient.
+        of its sequence before it: two float32 (N,). Entropy has no gradient.
 
-        T holds the rows one after another. Each sees only itself, and what several begin
-        with is computed once. A row's first token was not sampled."""
+        T holds the sequences one after another. Each sees only itself, and what several
+        begin with is computed once. A sequence's first token was not sampled."""
         wanted_T = pack.mask[0, 1:].bool()  # position t predicts token t + 1
         layout = PackedLayout(pack.ids[0].tolist(), pack.lengths, pack.ids.device)
         ids_BC = pack.ids[:, layout.computed]  # 1 T -> 1 C, each common prefix once

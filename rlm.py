@@ -33,7 +33,7 @@ from prompts import FULL_WINDOW, NO_BLOCK, observation, opening, parse, spoken
 from repl import REPL, cut
 from tasks import Question
 from tasks.common import estimated_tokens, source
-from tree import ENDS, Completion, Node, Refused, Sampling, Message
+from tree import ENDS, Completion, Message, Node, Refused, Sampling
 from util import expect
 
 

@@ -341,7 +341,7 @@ def most_likely(logprobs_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tenso
 def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     """The token at which the cumulative sum passes the share u_B of the whole: (B,).
 
-    First its block of n tokens, by the sums of the N blocks, then the token in the block.
+    First its chunk of n tokens, by the sums of the N chunks, then the token in the chunk.
     The cumulative sum of a large vocabulary takes long on a GPU."""
     B, V = probs_BV.shape
     if V % CHUNK:
@@ -351,7 +351,7 @@ def draw(probs_BV: torch.Tensor, u_B: torch.Tensor) -> torch.Tensor:
     goal_B1 = u_B[:, None] * total_BN[:, -1:]  # the last total is 1 but for rounding
     chunk_B1 = torch.searchsorted(total_BN, goal_B1, right=True)
     chunk_B1.clamp_(max=total_BN.shape[1] - 1)
-    beyond_B1 = total_BN.gather(1, chunk_B1) - goal_B1  # of the block's sum
+    beyond_B1 = total_BN.gather(1, chunk_B1) - goal_B1  # of the chunk's sum
 
     chunk_Bn = chunks_BNn[torch.arange(B, device=u_B.device), chunk_B1[:, 0]]
     total_Bn = chunk_Bn.cumsum(-1, dtype=torch.float64)

@@ -230,14 +230,14 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | N
         sequences = sum(batches, [])
 
         state.step += 1
-        state.sampled += sum(node.sampled for r in trees for node in r.root.walk())
+        state.sampled += sum(node.sampled for tree in trees for node in tree.root.walk())
         signal = any(any(sequence.advantages) for sequence in sequences)
         state.silent = 0 if signal else state.silent + 1
         run.log_step(trees, credits, sequences, measured | clock.seconds())
         if config.eval_every and state.step % config.eval_every == 0:
-            score = evaluate(run, model, sampler, "validation", questions.validation)
-            if score > state.best:
-                state.best = score
+            reward = evaluate(run, model, sampler, "validation", questions.validation)
+            if reward > state.best:
+                state.best = reward
                 run.save_model(model, "best")
         run.maybe_save(model, optimizer)
     if state.silent == SILENT_STEPS:
@@ -279,7 +279,7 @@ def sample_trees(setup: Setup, model: Decoder, sampler: Sampler, asked: list[Que
 
 def evaluate(run: Run, model: Decoder, sampler: Sampler, name: str,
              asked: list[Question]) -> float:
-    """The mean score of one tree per question, kept under this name."""
+    """The mean reward of one tree per question, kept under this name."""
     key = run.setup.config.seed, name
     return run.log_scores(name, sample_trees(run.setup, model, sampler, asked, key, name))
 

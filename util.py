@@ -78,7 +78,7 @@ def read_json(path: str) -> dict:
 # flags. Classes are combined by inheritance, so a program has one flat configuration. The
 # same check is made of a file's fields (rlm.json).
 
-TINY, MOST = 1e-12, 1e12  # the least number above 0, and what no number reaches
+ABOVE_ZERO, MOST = 1e-12, 1e12  # the least number above 0, and what no number reaches
 
 def flag(default, text: str, least: float = 0, choices: tuple = (), common: bool = False,
          shown: str = "", words: str = ""):
@@ -103,13 +103,13 @@ def check(config) -> None:
         if words or type(value) is type(usual) and value == usual:
             continue
         numbers = (int, float) if isinstance(usual, float) else (type(usual),)
-        choices, least = f.metadata.get("choices"), f.metadata.get("least", TINY)
+        choices, least = f.metadata.get("choices"), f.metadata.get("least", ABOVE_ZERO)
         if type(value) not in numbers:
             raise ValueError(f"{f.name} cannot be {value!r}")
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {' or '.join(choices)}")
         if type(value) in (int, float) and not least <= value < MOST:
-            floor = "above 0" if least == TINY else f"at least {least:g}"
+            floor = "above 0" if least == ABOVE_ZERO else f"at least {least:g}"
             raise ValueError(f"{f.name} is {value}: it has to be {floor}, below {MOST:g}")
 
 

@@ -18,7 +18,7 @@ import prompts
 from config import RLMConfig
 from tasks import Question, requests
 from tasks.common import as_text, estimated_tokens
-from tree import Node, Message
+from tree import Message, Node
 
 READER = ("Answer the question from the text, with nothing but the answer itself. Several "
           "answers: one a line, word for word as in the text.")

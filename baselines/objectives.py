@@ -20,7 +20,7 @@ READS = {
     "own": "trained children length std updates kl",
 }
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
-KEEP = 0.5  # the score from which `filter` learns from a tree
+KEEP = 0.5  # the reward from which `filter` learns from a tree
 BETA = 0.1  # of `dpo`, its paper's default
 
 
@@ -74,7 +74,7 @@ def rao(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
 
 def filter(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     """Rejection sampling, as ReST (2308.08998) and RFT (2308.01825): the advantage is 1 for
-    trees that scored at least KEEP, 0 for all others. There is no baseline."""
+    trees with a reward of at least KEEP, 0 for all others. There is no baseline."""
     kept = [float(tree.reward >= KEEP) for tree in trees]
     return inherit(trees, kept, config)
 

@@ -6,8 +6,8 @@ A head has a matrix S (K, V), zeros at first. Each token t forgets, writes and r
     S     <-  S + strength_t k_t (v_t - S^T k_t)^T        S^T k_t, what k_t found, nears v_t
     out_t  =  S^T q_t / sqrt(K)                           q_t and k_t have length 1
 
-`step` does this once. `rule` does it for many tokens: within a chunk all writes together
-solve one triangular system, and the matrix goes from chunk to chunk.
+`rule_step` does this once. `rule` does it for many tokens: within a chunk all writes
+together solve one triangular system, and the matrix goes from chunk to chunk.
 
 A KV cache grows with each token and can be cut anywhere. This matrix cannot be cut: it can
 only be continued from where it was kept. So tokens that share a prefix are cut into runs,

@@ -22,7 +22,7 @@ LEAST_WINDOWS, MOST_WINDOWS = 4, 96
 MOST_REQUESTS = {"cuda": 192, "cpu": 96}  # at once; most end before their window is full
 SHARE = {"cuda": 0.9, "cpu": 0.7}  # how much a run takes; a CPU has other programs, too
 GIB = 1 << 30
-LEAST_ROW = 2048  # tokens of a pack
+LEAST_PACK = 2048  # tokens of a pack
 LEAST_WORK = 1 << 21  # its tokens times the hidden size on a GPU
 SHORT = 4096  # tokens of a pass that keeps activations where longer ones do not
 LEAST_WINDOW = 4096  # a window is not made shorter than this
@@ -69,7 +69,7 @@ class Plan:
     def pack_tokens(self) -> int:
         """Tokens in a forward pass of the update: a window, or what keeps a device busy."""
         work = LEAST_WORK // self.config.hidden_size if self.device == "cuda" else 0
-        return max(self.window, LEAST_ROW, work)
+        return max(self.window, LEAST_PACK, work)
 
     @property
     def recompute(self) -> bool:

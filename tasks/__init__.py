@@ -113,7 +113,7 @@ def make(task: ModuleType, rng: random.Random, tokens: int | None = None,
     name = name_of(task)
     generate = util.function_of(task, "make")
     if tokens is not None and not hasattr(task, "TOKENS"):
-        raise ValueError(f"{name} tasks have one size, no number of tokens")
+        raise ValueError(f"questions of {name} have one length")
     try:
         made = generate(rng, tokens=tokens, heldout=heldout)
     except ValueError as error:
@@ -135,7 +135,7 @@ def checked(id: str, task: str, made: Any) -> Question:
                      "str, a context a str, a list or a dict, a gold any JSON value")
 
 
-def reward(question: Question, answer: Any) -> float:
+def score_of(question: Question, answer: Any) -> float:
     """The score of an answer, in [0, 1]."""
     return asyncio.run(scored(task_of(question).score, question, answer))
 

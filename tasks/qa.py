@@ -7,7 +7,7 @@ The gold is a list of alternatives; none of them means that the texts do not say
 
 The score is SQuAD's (1606.05250): the largest F1 over the tokens of the answer and of an
 alternative, without case, punctuation and articles. Two numbers are compared as numbers.
-`--reward tasks/qa.py:exact` scores its exact match, and keeps the F1 beside it.
+`--reward tasks/qa.py:exact` is its exact match.
 """
 import json
 import re

@@ -16,7 +16,7 @@ from training.trees import collect
 from stub_server import KEY, Stub
 from tasks import Question
 from tasks.common import block
-from tree import Lost, Node, Refused, Sampling, Message
+from tree import Lost, Message, Node, Refused, Sampling
 
 QUESTION = Question("t", "question", "What is it?", "the context")
 

@@ -7,7 +7,7 @@ from torch.nn.functional import cosine_similarity
 
 from engine.packing import collate
 from grpo import LENGTH_CONSTANT, GRPOConfig, credit, make_sequences, policy_loss
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 # A policy with eleven possible trees. The root answers at once (token 0), asks one child
 # (1), or asks two and says one more token (2, then 3 or 4). A child says 5 or 6.

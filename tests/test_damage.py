@@ -100,7 +100,7 @@ def test_odd_rows_are_left_out_or_can_be_scored(task, tmp_path):
     module = tasks.load(task)
     for question in read(str(path), module):
         right = getattr(module, "right_answer", lambda question: question.answer)(question)
-        assert 0 <= tasks.reward(question, right) <= 1
+        assert 0 <= tasks.score_of(question, right) <= 1
 
 
 def test_odd_states_give_one_line(short_run, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from ask import RLM
 from conftest import PAPERS, data_of
 from repl import REPLError
 from tasks import Question
-from training.questions import heldout_tasks, read, split
+from training.questions import heldout_questions, read, split
 from training import scores
 from tree import read_trees, write_trees
 
@@ -152,7 +152,7 @@ def test_a_teacher_can_answer_questions_that_training_may_see(command, tmp_path)
         assert command("--policy", "oracle", *flags[name], "--save", path,
                        "--split", side)[0] is None
         ids[name, side] = {tree.question.id for tree in read_trees(path, Question)}
-    held = {question.id for question in heldout_tasks(12, tasks.load("evidence"))}
+    held = {question.id for question in heldout_questions(12, tasks.load("evidence"))}
     assert ids["generated", "heldout"] == held and not ids["generated", "train"] & held
     held = split(read(PAPERS, tasks.load("evidence")))[1]  # as a run splits them
     assert ids["rows", "heldout"] == {question.id for question in held}

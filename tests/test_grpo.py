@@ -17,7 +17,7 @@ from grpo import (CLIP_HIGH, CLIP_LOW, LENGTH_CONSTANT, Credit, GRPOConfig, Sequ
                   policy_loss)
 from model import Decoder, DecoderConfig
 from training.metrics import describe, of_steps, totals
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 
 def node(path, sampled, *children):

@@ -14,7 +14,7 @@ import tasks
 from engine.parallel import World
 from config import RLMConfig
 from training.trees import collect
-from tasks import NAMES, Question, checked, deep, load, make, oolong, qa, requests, reward
+from tasks import NAMES, Question, checked, deep, load, make, oolong, qa, requests, score_of
 from tasks.common import block
 from training.scripts import script_policy, scripted
 from tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def test_the_score_of_an_answer(task, gold, answers):
     question = Question("t", task, "q", context, gold)
     for score, given in answers.items():
         for answer in given:
-            assert reward(question, answer) == pytest.approx(score, abs=1e-12), answer
+            assert score_of(question, answer) == pytest.approx(score, abs=1e-12), answer
             if "the Old Bridge" in gold:
                 assert qa.exact(question, answer) == (score == 1)
 
@@ -117,8 +117,8 @@ def test_an_answer_that_holds_nothing_scores_0(task):
     for question in made(task, 10):
         advice = getattr(load(task), "STRATEGY", "")
         for answer in (*WORTHLESS, question.query, [question.query], advice):
-            assert reward(question, answer) == 0.0, (answer, question.answer)
-        assert task == "evidence" or reward(question, question.context) < 0.2  # an echo
+            assert score_of(question, answer) == 0.0, (answer, question.answer)
+        assert task == "evidence" or score_of(question, question.context) < 0.2  # an echo
 
 
 FIRST, SECOND = list(deep.DICTIONARY)[:2]
@@ -181,7 +181,7 @@ def test_gold_of_requests_is_what_people_labelled_and_the_texts_of_splits_are_ap
             assert (name in question.answer) == (f'"{name.split()[0]}"' in question.query)
             subject = requests.SUBJECT[text]
             assert question.answer.get(name, subject) == subject
-        assert reward(question, question.answer) == 1.0
+        assert score_of(question, question.answer) == 1.0
     assert all(len(part) > 1000 for part in texts.values())
     assert sum(map(len, texts.values())) == len(set().union(*texts.values()))
 
@@ -208,7 +208,7 @@ def test_the_scripts_of_qa_find_some_answers_and_miss_others():
         trees = asyncio.run(collect(tasks_, policy, None, RLMConfig(max_turns=3)))
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         rewards += [tree.reward for tree in trees]
-    assert rewards.count(1.0) > 18 and sum(reward < 0.5 for reward in rewards) > 18
+    assert rewards.count(1.0) > 18 and sum(score_of < 0.5 for score_of in rewards) > 18
     alone = script_policy(tasks_, None, 0, alone=True)
     trees = asyncio.run(collect(tasks_, alone, None, RLMConfig(max_nodes=1)))
     assert [tree.reward for tree in trees] == [1.0] * 24

@@ -88,5 +88,5 @@ def test_the_answer_to_requests_is_read_from_json_and_from_lines():
     for text in (json.dumps(gold), "\n".join(f"- **{name}**: {kind}" for name, kind
                                              in question.answer.items())):
         root = answer("direct", question, lambda node: f"The notes: {text}")
-        assert tasks.reward(question, root.answer) == 1.0
+        assert tasks.score_of(question, root.answer) == 1.0
         assert "money, travel, cars, food" in root.messages[1].text

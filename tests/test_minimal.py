@@ -13,7 +13,7 @@ from conftest import command
 from engine.packing import collate
 from grpo import (LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_sequences,
                   policy_loss)
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tokenizer import Tokenizer
 from training import checkpoint, metrics, settings, setup
 from training import trees as many
 from training.run import Run
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 KINDS = {"full": {"lr": 1e-3, "kl": 0.01}, "lora": {"lora_rank": 2, "lr": 1e-2}}
@@ -108,7 +108,7 @@ def take_step(out, kind, number, world):
                           model=str(out.parent / "model"), warmup_steps=0, **KINDS[kind])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "compute_dtype", lambda path: torch.float64)
-        patch.setattr(plan, "LEAST_ROW", 512)  # several packs
+        patch.setattr(plan, "LEAST_PACK", 512)  # several packs
         patch.setattr(metrics, "MOST", -1.0 if number == SHORT_STEP else 1.0)
         patch.setattr(metrics, "HALVINGS", 4)
         sampler = SimpleNamespace(stats={"seconds": 0.0})

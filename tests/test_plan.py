@@ -110,7 +110,7 @@ def test_what_a_forward_pass_keeps_is_what_autograd_saves(
         shared, rank, dtype, family, monkeypatch):
     """The bytes of two layers: the difference between models of three layers and of one.
     The rows are 512 tokens, or share so many that they count as that."""
-    monkeypatch.setattr(plan, "LEAST_ROW", 512)
+    monkeypatch.setattr(plan, "LEAST_PACK", 512)
     two = of_family(family, num_hidden_layers=2)
     keeps = {"lora_rank": rank, "dtype": dtype, "recompute_above": math.inf}
     cost = of(two, **keeps).copy_cost * (shared > 0)

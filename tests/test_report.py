@@ -12,7 +12,7 @@ import pytest
 from conftest import data_of
 from tasks import Question
 from training import report
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 EVIL = ("</script><script>document.title='PWNED'</script>",
         "<img src=x onerror=\"document.title='PWNED'\">", "<!--<script>",

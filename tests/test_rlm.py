@@ -22,7 +22,7 @@ from tasks import Question, evidence as evidence_kind
 from tasks.common import block
 from tokenizer import ENDOFTEXT, Tokenizer
 from training.trees import collect
-from tree import Completion, Node, Refused, Message, Unscored, render
+from tree import Completion, Message, Node, Refused, Unscored, render
 
 
 def a_question(query="the question", context="the context"):

@@ -41,7 +41,7 @@ from training.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, metrics, settings, setup
 from training.run import Run, State, read_state, weights_of
-from tree import Tree, Sampling, Message, read_trees, write_trees
+from tree import Message, Sampling, Tree, read_trees, write_trees
 from util import read_flags
 
 

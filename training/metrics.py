@@ -78,7 +78,7 @@ def describe(trees: list[Tree], credits: dict) -> dict:
                             for members in scored_groups(trees).values()),
         "flat": sum(is_flat(tree.root) for tree in scored) / n,
         "failed": len(trees) - n,
-        "failures": dict(Counter(r.failed for r in trees if r.failed)),
+        "failures": dict(Counter(tree.failed for tree in trees if tree.failed)),
         "nodes": len(nodes) / n,
         "tokens": sum(node.sampled for node in nodes) / n,
         "errors": sum(len(node.errors) for node in nodes) / n,

@@ -22,12 +22,12 @@ MOST_REASONS = 10  # that are printed of rows left out
 LONGER = (0.8, 1.2)  # longer questions vary: no score depends on one length
 
 
-def heldout_tasks(n: int, task: ModuleType, seed: int | str = 0, times: int = 1,
-                  length: int | None = None, heldout: bool | str = True) -> list[Question]:
+def heldout_questions(n: int, task: ModuleType, seed: int | str = 0, times: int = 1,
+                      length: int | None = None,
+                      heldout: bool | str = True) -> list[Question]:
     """n generated questions that training never saw (or, without `heldout`, may see; or, if
     it is "validation", that choose a checkpoint), of this length, or about `times` as long
-    as usual. Raises ValueError for a length that the task
-    cannot have."""
+    as usual. Raises ValueError for a length that the task cannot have."""
     questions = []
     of_length = f" {tasks.name_of(task)} {length}" if length else ""
     for i in range(n):
@@ -58,12 +58,12 @@ class Questions:
                 self.rows, self.validation = split(self.rows, len(held))
             self.heldout, self.validation = held[:heldout], self.validation[:heldout]
             return
-        self.heldout = heldout_tasks(heldout, task)
+        self.heldout = heldout_questions(heldout, task)
         if validation:
-            self.validation = heldout_tasks(
+            self.validation = heldout_questions(
                 heldout, task, "validation", heldout="validation")
         for times in (4, 16) if hasattr(task, "TOKENS") else ():
-            self.longer[f"heldout_{times}x"] = heldout_tasks(heldout, task, times=times)
+            self.longer[f"heldout_{times}x"] = heldout_questions(heldout, task, times=times)
 
     @property
     def playable(self) -> list[Question]:
@@ -86,7 +86,7 @@ class Questions:
                  f"{len(self.validation)} for validation, {len(self.heldout)} held out; "
                  f"contexts of at most about {longest:,} tokens"]
         right = getattr(self.task, "right_answer", lambda question: question.answer)
-        scores = [tasks.reward(question, right(question)) for question in asked]
+        scores = [tasks.score_of(question, right(question)) for question in asked]
         lines.append(f"gold answers score {statistics.fmean(scores):.3f}, the worst "
                      f"{min(scores):.3f}")
         return "\n".join(lines)

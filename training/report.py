@@ -24,7 +24,7 @@ from repl import cut
 from tasks.common import as_text
 from training.metrics import shares
 from training.scores import WHAT_HELPS, alike, best_of, mean_of
-from tree import Node, Tree, Message
+from tree import Message, Node, Tree
 
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 MOST_TEXT = 20_000  # characters of one message on the page
@@ -89,7 +89,7 @@ def table_lines(row: dict) -> str:
 
 def sample_lines(groups: Collection[list[float]], samples: int) -> str:
     """Under a row: what the best of k trees per question score, for powers of two, and what
-    GRPO would see. `groups` are the scores of each question's trees."""
+    GRPO would see. `groups` are the rewards of each question's trees."""
     lines = []
     for k in sorted({samples, *(2 ** i for i in range(samples.bit_length()))}):
         best = mean_of([best_of(scores, k) for scores in groups if len(scores) >= k])

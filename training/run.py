@@ -44,7 +44,7 @@ class State:
     step: int = 0  # steps of this phase that were made
     sampled: int = 0  # tokens that GRPO has sampled
     silent: int = 0  # steps in a row, up to now, in which no node had an advantage
-    best: float = -1e9  # score on the questions for validation
+    best: float = -1e9  # reward on the questions for validation
     results: dict = field(default_factory=dict)  # by name: a summary, and all scores
     elapsed: float = 0.0  # seconds
     logged: int = 0  # bytes of metrics.jsonl
@@ -171,7 +171,7 @@ class Run:
             print(f"at {seconds:.0f} s each, {self.config.steps} steps take "
                   f"{seconds * self.config.steps / 3600:.1f} h")
         if self.state.step == 1 or self.state.step % SHOW_EVERY == 0:
-            best = max(trees, key=lambda r: (r.reward, len(r.root.children)))
+            best = max(trees, key=lambda tree: (tree.reward, len(tree.root.children)))
             asked = printable(best.question.query)
             print(f"{asked}  reward {best.reward:.2f}\n{render(best.root)}")
         if time.monotonic() - self.reported > REPORT_SECONDS:
@@ -201,8 +201,8 @@ class Run:
         return sorted(path for path in found if path.stem.isdigit())
 
     def log_scores(self, name: str, trees: list[Tree]) -> float:
-        """The scores of one tree per question, kept as results[name]. Returns their
-        mean."""
+        """The scores of one tree per question, kept as results[name]. Returns the mean
+        reward."""
         records = [scores.record_of(tree) for tree in trees]
         row = scores.summary(records, trees[0].question.task, None,
                              scores.method_of(self.setup.rlm_config))
@@ -248,12 +248,11 @@ class Run:
             give_back_memory()
             self.trimmed = time.monotonic()
 
-    def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> str:
+    def save_model(self, model, name: str, dtype: torch.dtype | None = None) -> None:
         """Write OUT/`name`: the weights, adapters merged. In GRPO the adapters are saved
         too, beside the merged weights. They belong to the weights that GRPO began with."""
         with checkpoint.writing(self.path(name), self.world) as aside:
             self._save(model, aside, True, self.state.phase == "grpo", dtype)
-        return self.path(name)
 
     def end_warm_up(self, model) -> None:
         """Keep the weights as OUT/warmup. GRPO starts there, with a fresh optimizer."""

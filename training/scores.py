@@ -46,10 +46,11 @@ def by_question(records: list[dict], name: str = "score") -> dict[str, list[floa
 
 
 def summary(records: list[dict], task: str, length: int | None, method: str) -> dict:
-    """A row of the table: the score is a mean over questions, all else over trees. `n` are
-    the questions with a tree that did not fail, `failed` the trees that did."""
+    """A row of the table: score and reward are means over questions, all else over trees.
+    `n` are the questions with a tree that did not fail, `failed` the trees that did."""
     scored = [r for r in records if not r["failed"]]
-    means = [fmean(scores) for scores in by_question(records).values()]
+    means, rewards = ([fmean(values) for values in by_question(records, name).values()]
+                      for name in ("score", "reward"))
 
     def mean(name: str) -> float | None:
         values = [r[name] for r in scored if r.get(name) is not None]
@@ -59,8 +60,9 @@ def summary(records: list[dict], task: str, length: int | None, method: str) -> 
         length = length or round(mean("context"))
     return {
         "task": task, "method": method, "length": length, **mean_of(means),
+        "reward": fmean(rewards) if rewards else None,
         "failed": len(records) - len(scored),
-        **{name: mean(name) for name in "reward in out nodes seconds".split()},
+        **{name: mean(name) for name in "in out nodes seconds".split()},
         "ends": dict(Counter(r["end"] for r in scored).most_common())}
 
 

@@ -5,7 +5,7 @@ The switches of the objective are in grpo.py. `filled_in` adds what no flag says
 from dataclasses import dataclass, replace
 
 from grpo import GRPOConfig
-from util import TINY, flag
+from util import ABOVE_ZERO, flag
 
 BY_CHECKPOINT = -1  # a flag with this default takes its value from the checkpoint
 NARROW = 256  # hidden size; a model below that was made from nothing, here
@@ -56,7 +56,7 @@ class RunConfig:
         "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
             "requests, or what the fields of --data say", common=True)
     reward: str = flag(
-        "", "what scores in the task's place: path/to/file.py[:function]")
+        "", "what is trained on in place of the score: path/to/file.py[:function]")
     plan: bool = flag(False, "print what the run needs in memory and stop")
     card: int = flag(0, "GB of the GPU that --plan is for; 0: of the device here", 2)
     resume: bool = flag(False, "continue from the last checkpoint in --out", common=True)
@@ -64,7 +64,7 @@ class RunConfig:
     tracker: str = flag(
         "", "what gets each row of metrics.jsonl: path/to/file.py[:function]")
     eval_every: int = flag(
-        0, "steps between scores on questions for validation; OUT/best has the best "
+        0, "steps between evaluations on questions for validation; OUT/best has the best "
            "weights; 0: never")
     sandbox: str = flag("auto", "namespaces around the REPLs; auto: where possible",
                         choices=("require", "auto", "off"))
@@ -80,7 +80,7 @@ class WarmupConfig:
         BY_CHECKPOINT, "supervised steps before GRPO; 0: none",
         shown=by_checkpoint("warmup_steps"))
     warmup_lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate of the warm-up", TINY,
+        float(BY_CHECKPOINT), "peak rate of the warm-up", ABOVE_ZERO,
         shown=by_checkpoint("warmup_lr"))
 
 
@@ -94,7 +94,7 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", TINY,
+        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", ABOVE_ZERO,
         common=True, shown=by_checkpoint("lr"))
     lora_rank: int = flag(
         0, "train LoRA adapters of this rank; 0: all weights", common=True)
