@@ -156,7 +156,8 @@ def minibatches(trees: list[Tree], config: GRPOConfig) -> list[list[Tree]]:
     """The trees in `config.updates` minibatches; those of a question are in one."""
     place = {name: i % config.updates
              for i, name in enumerate(dict.fromkeys(tree.group for tree in trees))}
-    return [[tree for tree in trees if place[tree.group] == i] for i in range(config.updates)]
+    return [[tree for tree in trees if place[tree.group] == i]
+            for i in range(config.updates)]
 
 
 def clipped_loss(logprobs_N: Tensor, ratio_N: Tensor, pack: Pack,
