@@ -14,7 +14,7 @@ from conftest import PAPERS
 
 import tasks
 import util
-from tasks import Question, evidence, reward
+from tasks import Question, evidence, score_of
 from tasks.common import (extract_section, get_paper_abstract, help_of, list_papers, search,
                           source)
 from training.questions import Questions, read, split
@@ -60,7 +60,7 @@ def test_a_file_is_a_task_like_ours(letters):
     assert tasks.task_of(question) is tasks.load(letters) is task
     name = Path(letters).stem
     assert question.task == name and question.id.startswith(f"{name}-")
-    assert reward(question, 7) == 1.0 and reward(question, 8) == 0.0
+    assert score_of(question, 7) == 1.0 and score_of(question, 8) == 0.0
     policy = script_policy([question], None, 0, alone=True)
     said = asyncio.run(policy(Node(), 100, (0, (), 0))).text
     assert said == task.oracle(question, Node())
@@ -114,7 +114,7 @@ def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, c
 
 def test_a_mistake_in_a_file_ends_in_that_file(letters):
     with pytest.raises(ZeroDivisionError) as caught:
-        reward(tasks.make(tasks.load(letters), random.Random(0)), 0)
+        score_of(tasks.make(tasks.load(letters), random.Random(0)), 0)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == letters
     assert util.is_theirs(caught.value)
     assert not util.is_theirs(ZeroDivisionError())
@@ -176,8 +176,8 @@ def test_the_public_schema_of_each_kind_is_read(tmp_path, task):
     question, = read(write(tmp_path / "rows.jsonl", row), tasks.load(task))
     assert question == Question(question.id, task, query, context, gold)
     right = {"oolong": "2023-01-06", "evidence": ["Some text."]}.get(task, gold)
-    assert reward(question, right) == 1.0
-    assert reward(question, query) == reward(question, None) == 0.0
+    assert score_of(question, right) == 1.0
+    assert score_of(question, query) == score_of(question, None) == 0.0
 
 
 def selection(text, of="p"):
@@ -225,7 +225,7 @@ def test_a_selection_may_have_other_line_breaks_than_its_paper(tmp_path, paper, 
     """The gold is then what the paper says: that is what an answer can quote."""
     row = ROWS["evidence"][0] | {"papers": [PAPER | {"text": f"Before. {paper} After."}]}
     question, = read(write(tmp_path / "rows.jsonl", row | selection(quoted)), evidence)
-    assert question.answer == {"p": [paper]} and reward(question, [paper]) == 1.0
+    assert question.answer == {"p": [paper]} and score_of(question, [paper]) == 1.0
 
 
 def test_split_is_disjoint_complete_and_the_same_every_time():
