@@ -28,15 +28,12 @@ import tasks
 import train
 import training.run
 from ask import RLM
-from config import load_config
 from engine import packing
 from engine.parallel import World
 from grpo import Sequence
 from model import Decoder, DecoderConfig
-from rlm import Growth
 from sampler import Sampler
 from tasks import Question
-from training.questions import Questions
 from training.scripts import saved_trees
 from tokenizer import Tokenizer
 from training import checkpoint, metrics, settings, setup
@@ -153,19 +150,6 @@ def test_a_run_keeps_the_trees_of_its_last_steps(
     assert 0 < len(saved_trees(path)) < len(scripted_trees)
 
 
-def test_a_plan_shows_the_questions_and_the_first_as_the_model_will_read_it(
-        short_run, monkeypatch, capsys):
-    command(train, monkeypatch, "--plan", "--model", short_run / "warmup", "--data", PAPERS)
-    out = capsys.readouterr().out
-    questions = Questions(tasks.load("evidence"), PAPERS)
-    config = load_config(str(short_run / "warmup"))
-    tokenizer = Tokenizer.from_pretrained(short_run / "warmup")
-    root = Growth(questions.draw("grpo", 0), None, tokenizer, config).root
-    assert f"takes {len(root.ids):,} of them" in out and root.conversation[-1].text in out
-    assert f"{len(questions.rows)} questions to train on" in out
-    assert "gold answers score 1.000, the worst 1.000" in out
-
-
 # --- the update ---------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -180,9 +164,7 @@ def scripted_trees(short_run):
     return [replace(tree, group="one") for tree in trees]
 
 
-@pytest.mark.parametrize("flags", [
-    "--kl 0.1 --updates 2", "--lora-rank 2 --kl 0.1", "--lora-rank 2 --objective dpo",
-    "--objective rao"])
+@pytest.mark.parametrize("flags", ["--kl 0.1 --updates 2", "--lora-rank 2 --objective dpo"])
 def test_an_update_moves_the_weights_and_logs_what_to_watch(
         flags, loop_of, scripted_trees):
     loop = loop_of(*flags.split())
@@ -331,17 +313,6 @@ def test_the_weights_of_the_warm_up_are_gone_before_grpo(short_run, tmp_path, mo
     stopped_at("grpo_loop", monkeypatch, tmp_path / "w", "--model", short_run / "init",
                "--warmup-steps", 1, "--warmup", "scripts", "--heldout", 1)
     assert len(old) > 20 and not any(weight() is not None for weight in old)
-
-
-def test_without_children_scripts_call_nobody():
-    config = evaluation.rlm_config_of("rlm0", setup.tiny_rlm(tasks.load("requests")))
-    questions = [tasks.make(tasks.load("requests"), random.Random(i)) for i in range(40)]
-    trees = train.scripted_trees(questions, None, config, 0, World())
-    written = [turn.text for tree in trees for turn in tree.root.messages
-               if turn.role == "assistant"]
-    assert not any("_query" in text for text in written)
-    # Among them are some that search and read themselves.
-    assert 0.05 < sum(tree.reward for tree in trees) / 40 < 0.6
 
 
 def test_a_teachers_trees_take_the_place_of_scripts(
@@ -585,10 +556,8 @@ def test_a_resumed_run_takes_no_other_rows(short_run, tmp_path, monkeypatch):
     (["--trained", "both"], "all or roots or children"),
     (["--objective", "nothing"], "nothing"),
     (["--group", "1"], "group is 1: it has to be at least 2"),
-    (["--card", "80"], "--card needs --plan"),
     (["--task", "/nowhere/task.py"], "/nowhere/task.py"),
     (["--task", str(ROOT / "sandbox/__init__.py")], "has no function score"),
-    (["--model", "", "--warmup", "/nowhere.jsonl"], "/nowhere.jsonl"),
     (["--model", "", "--task", "no_scripts.py"], "give --model"),
     (["--warmup-lr", "9e11", "--warmup-steps", "2"], "not finite")])
 def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
@@ -605,8 +574,6 @@ def test_bad_input_gives_one_line(args, says, short_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flag, function, says", [
     ("--objective", "loss(*given): return given[1].mean()", "gives torch.Size([]) in"),
     ("--objective", "loss(*given): return given[1][:, None]", ", 1]) in place of"),
-    ("--objective", "loss(*given): return given[1][1:]", "a loss per token"),
-    ("--objective", "loss(*given): pass", "gives None in place of torch.Size"),
     ("--objective", "credit(*given): pass", "gives None in place of {node: Credit}"),
     ("--objective", "credit(trees, config): return {trees[0].root: 1.0}", "1.0 in place"),
     ("--reward", "score(a, b): return 1.0", "called as score(question, answer, root)"),
@@ -633,13 +600,14 @@ def test_a_run_that_cannot_fit_stops_before_loading(
 
     monkeypatch.setattr(Decoder, "from_pretrained", never)
     monkeypatch.setattr(setup, "free_memory", lambda world: 1 << 20)
-    flags = "--model", short_run / "final", "--heldout", 1
+    flags = "--model", short_run / "final", "--data", PAPERS, "--heldout", 1
     message = command(train, monkeypatch, *flags, "--out", tmp_path / "i")
     assert "does not fit into 1 MiB" in message and "\n" not in message
     assert not (tmp_path / "i").exists()
     for card, has in ((0, "1 MiB"), (80, "79 GiB")):
         assert command(train, monkeypatch, *flags, "--plan", "--card", card) is None
-        assert f"the device has {has}\n" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"the device has {has}\n" in out and "gold answers score 1.000" in out
 
 
 # --- what takes minutes -------------------------------------------------------------------
