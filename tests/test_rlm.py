@@ -439,22 +439,6 @@ def test_a_score_that_could_not_be_had_fails_a_tree_and_a_bug_in_it_ends_all():
         scored(KeyError("a bug"))
 
 
-def test_at_most_at_once_trees_run_side_by_side():
-    running, most = 0, 0
-
-    async def policy(node, max_tokens, key):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.05)
-        running -= 1
-        return Completion(block("FINAL(0)"))
-
-    questions = [evidence(i) for i in range(7)]
-    asyncio.run(collect(questions, policy, None, RLMConfig(), at_once=3))
-    assert most == 3
-
-
 def test_every_completion_has_a_key_of_its_own():
     policy = Script({(): [block("x = rlm_query_batched('q', [1, 2])"), block("FINAL(x)")],
                      (0,): block("FINAL(llm_query_batched(['a', 'b']))"),
@@ -571,16 +555,3 @@ def test_the_demo_shows_its_turns_then_answer_gold_and_score(monkeypatch, capsys
     assert (gold, score) == (f"gold: {answer}", "score: 1.00")
     assert len(set(re.findall(r"^--- (rlm \d+) wrote$", err, re.MULTILINE))) == (
         answer.count(":")) and "--- root reads " in err
-
-
-@pytest.mark.parametrize("fence", ["```", "```python", "`````"])
-def test_a_fence_ends_a_block_for_a_server_and_for_the_sampler(fence):
-    """The sampler asks after each character whether the block is complete."""
-    text = f"```repl\nx = 1\n{fence}\nor\n```\n"
-    ends = [end for end in range(len(text)) if parse(text[:end])[1] is not None]
-    assert parse(text) == parse(text[:ends[0]]) == ("```repl\nx = 1\n```", "x = 1\n")
-
-
-def test_fences_that_do_not_close_are_read_once():
-    text = "x ```repl\n" * 100_000  # with the square of it this would take an hour
-    assert parse(text) == (text, None)
