@@ -118,16 +118,6 @@ def test_the_value_of_a_last_expression_is_shown_as_at_pythons_prompt():
     assert shown == ["3\n", "", "'a'\n", "1\n", ""]
 
 
-def test_a_logger_speaks_in_each_block():
-    say = "import logging; logging.warning('w')"
-    assert [result.stdout for result in run(say, say)] == ["WARNING:root:w\n"] * 2
-
-
-def test_no_more_of_the_output_is_kept_than_its_limit_in_however_many_pieces():
-    stdout = f"{'x' * 60}\n{'x' * 39}\n... [205 characters cut]"
-    assert run("for _ in range(5): print('x' * 60)", output_chars=100) == [Result(stdout)]
-
-
 @pytest.mark.parametrize("after", [
     "while 1: pass", "1 / 0", "FINAL(2)", "llm_query('x')"])
 def test_final_cannot_be_swallowed(after):
@@ -209,19 +199,6 @@ def test_queries_of_threads_take_turns_and_each_gets_its_own_answer():
     assert one.stdout == f"{[c + '!' for c in 'abcdef']}\n" and two.final == "h!"
 
 
-def test_a_handler_that_ends_the_wait_for_an_answer_ends_the_repl():
-    """The next query would get the answer to this one."""
-    async def on_query(kind, prompts, contexts):
-        await asyncio.sleep(0.3)
-        return prompts
-
-    code = ("import signal\ndef stop(*_): raise TimeoutError\n"
-            "signal.signal(signal.SIGALRM, stop)\n"
-            "signal.setitimer(signal.ITIMER_REAL, 0.1)\n"
-            "try: llm_query('slow')\nexcept TimeoutError: FINAL(llm_query('late'))")
-    assert run(code, on_query=on_query)[0].died == "crash"
-
-
 def test_queries_that_are_too_many_or_that_nobody_answers_are_error_strings():
     assert "Error: this REPL has no model" in final("FINAL(llm_query('a'))")
     code = "print(len(llm_query_batched(['a'] * 3))); print(llm_query_batched([1, 2]))"
@@ -273,23 +250,6 @@ def test_processes_of_a_block_count_together_and_those_of_its_threads():
         assert run(code, seconds=0.5)[0].died == "timeout"
 
 
-@pytest.mark.parametrize("last", ["pass", "import os; os._exit(0)"])
-def test_what_runs_between_two_blocks_is_not_the_next_ones(last):
-    """As while a sampler takes its time. Nor is it counted again if the process dies."""
-    busy = ("import threading, time\ndef work(until):\n"
-            "  while time.monotonic() < until: pass\n"
-            f"def rest():\n  work(time.monotonic() + 1)\n  {last}\n"
-            "work(time.monotonic() + 0.5)\nthreading.Thread(target=rest).start()")
-
-    async def go():
-        async with REPL("") as repl:
-            await repl.execute(busy)
-            await asyncio.sleep(1.5)
-            return await repl.execute("print(1)")
-
-    assert asyncio.run(go()).seconds < 0.2
-
-
 @BOTH
 def test_a_deadline_holds_while_the_event_loop_is_blocked(mode):
     fork = "import os\nif os.fork() == 0:\n  while True: pass\nllm_query('')"
@@ -320,17 +280,6 @@ def test_a_start_that_fails_is_the_machines_failure():
         run("", tools="1 / 0")
     with pytest.raises(REPLError, match="the limit is 1 MB"):
         run("", context="x" * (2 << 20), frame_mb=1)
-
-
-def test_a_slow_reader_blocks_nobody():
-    async def go():
-        async with REPL("", limits=Limits()) as slow, REPL("", limits=Limits()) as other:
-            await slow.execute("")
-            await slow._send((b"X", {"code": "llm_query('x' * (20 << 20))"}))  # never read
-            await asyncio.sleep(0.3)
-            assert (await asyncio.wait_for(other.execute("FINAL(1)"), 60)).final == 1
-
-    asyncio.run(go())
 
 
 @BOTH
@@ -411,36 +360,3 @@ def test_where_the_kernel_refuses():
 def test_the_end_of_the_client_ends_its_server():
     pid, base = program(sys.executable, "-c", KILLED).stdout.split()
     eventually(lambda: not alive(pid) and not os.path.exists(base))
-
-
-def test_output_goes_on_after_stdout_was_closed_and_in_another_event_loop():
-    repl = REPL("")
-    closed = asyncio.run(repl.execute("import sys; sys.stdout.close(); print('on')"))
-    assert closed == Result(stdout="on\n")
-    assert asyncio.run(repl.execute("print('and on')")).stdout == "and on\n"
-
-
-def test_without_free_descriptors_one_repl_is_refused_and_the_others_go_on():
-    code = """if True:
-        import asyncio, os, resource
-        from repl import Handle, REPL, REPLError
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
-
-        async def go():
-            repls, refused = [REPL("") for _ in range(30)], 0
-            for repl in repls:
-                try:
-                    await repl.execute("")
-                except REPLError:
-                    refused += 1
-            assert 0 < refused < 10
-            assert (await repls[0].execute("FINAL(1)")).final == 1
-
-        asyncio.run(go())
-        if os.fork() == 0:
-            raise SystemExit  # runs what the parent registered for its exit
-        os.wait()
-        assert os.path.exists(Handle.current.base)
-        print("well")"""
-    done = program(sys.executable, "-c", code)
-    assert done.stdout == "well\n", done.stderr
