@@ -263,13 +263,6 @@ FORMS = {  # a question of OOLONG: its gold
 }
 
 
-def test_scripts_of_oolong_need_the_labels_of_a_row():
-    context = "Date: x || User: 1 || Instance: a?"
-    question = Question("t", "oolong", "q", context, {"type": "LABEL"})
-    with pytest.raises(ValueError, match="field 'labels' is missing"):
-        oolong.demonstrate(question, None, random.Random(0))
-
-
 def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
     text = "\n".join(f"Date: x || User: {m[1]} || Instance: {m[3]}" for m in lines)
