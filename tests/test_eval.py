@@ -32,8 +32,8 @@ def command(monkeypatch, capsys):
 # --- statistics ---------------------------------------------------------------------------
 
 def record(id, score, failed="", seconds=1.0, end="final"):
-    return {"id": id, "score": score, "reward": score, "failed": failed, "end": end, "seconds": seconds,
-            "context": 100, "in": 2, "out": 2, "nodes": 2}
+    return {"id": id, "score": score, "reward": score, "failed": failed, "end": end,
+            "seconds": seconds, "context": 100, "in": 2, "out": 2, "nodes": 2}
 
 
 def test_lost_trees_stay_out_of_every_mean():
