@@ -236,7 +236,7 @@ def centred(values: list[float]) -> list[float]:
 class GRPOConfig:
     """The switches of the objective. Raises ValueError for one that has no effect."""
     objective: str = flag(
-        "grpo", "grpo; rao, filter, dpo, own (baselines/objectives.py); or "
+        "grpo", "grpo; rao, filter, own (baselines/objectives.py); or "
                 "path/to/file.py[:function]")
     trained: str = flag(
         "all", "which nodes are trained: all, the roots, or the children",

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
-from grpo import (LENGTH_CONSTANT, Credit, GRPOConfig, centred, credit, inherit, relative,
+from grpo import (Credit, GRPOConfig, centred, credit, inherit, relative,
                   scored_groups)
 from tree import Node, Tree
 
@@ -16,12 +16,10 @@ from tree import Node, Tree
 READS = {
     "rao": "trained children length updates kl",
     "filter": "trained children length updates kl",
-    "dpo": "trained children",
     "own": "trained children length std updates kl",
 }
 LAMBDA = 0.4  # the share of its children's scores in a node's return in `rao`
 KEEP = 0.5  # the reward from which `filter` learns from a tree
-BETA = 0.1  # of `dpo`, its paper's default
 
 
 def check_switches(config: GRPOConfig) -> None:
@@ -77,32 +75,6 @@ def filter(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
     trees with a reward of at least KEEP, 0 for all others. There is no baseline."""
     kept = [float(tree.reward >= KEEP) for tree in trees]
     return inherit(trees, kept, config)
-
-
-def dpo(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:
-    """Online DPO (2305.18290) on the best and the worst tree of each group.
-
-    The loss of a pair is L = -log sigmoid(beta m), with the margin
-        m = (log pi(best) - log pi_ref(best)) - (log pi(worst) - log pi_ref(worst))
-    where log pi(tree) sums over its sampled tokens, weighted by the 1/k of their nodes.
-    Here pi_ref is the policy that sampled the pair. So m = 0 and dL/dm = -beta / 2: the
-    policy gradient with the advantages beta / 2 and -beta / 2. A second update or a KL term
-    would need another loss. The loss of a batch is the mean over its pairs; a group with
-    equal rewards has none."""
-    per_tree, pairs = [0.0] * len(trees), 0
-    for members in scored_groups(trees).values():
-        rewards = {i: trees[i].reward for i in members}
-        if any(centred([*rewards.values()])):
-            per_tree[max(rewards, key=rewards.get)] = BETA / 2
-            per_tree[min(rewards, key=rewards.get)] = -BETA / 2
-            pairs += 1
-
-    # make_sequences divides by the scored trees and the length constant. The mean is over
-    # pairs.
-    scored = sum(not tree.failed for tree in trees)
-    scale = LENGTH_CONSTANT * scored / max(1, pairs)
-    return {node: replace(given, weight=given.weight * scale)
-            for node, given in inherit(trees, per_tree, config).items()}
 
 
 def own(trees: list[Tree], config: GRPOConfig) -> dict[Node, Credit]:

@@ -164,7 +164,7 @@ def scripted_trees(short_run):
     return [replace(tree, group="one") for tree in trees]
 
 
-@pytest.mark.parametrize("flags", ["--kl 0.1 --updates 2", "--lora-rank 2 --objective dpo"])
+@pytest.mark.parametrize("flags", ["--kl 0.1 --updates 2", "--lora-rank 2 --objective own"])
 def test_an_update_moves_the_weights_and_logs_what_to_watch(
         flags, loop_of, scripted_trees):
     loop = loop_of(*flags.split())
