@@ -203,7 +203,8 @@ def read_trees(path: str, question_type=dict) -> list[Tree]:
                 trees.append(Tree(**row | {"question": question, "root": root}))
             except MISREAD as error:
                 where = f"{path} line {number}"
-                raise ValueError(f"{where}: not a tree ({error!r:.200})") from None
+                raise ValueError(f"{where}: not a tree of this version, so it has to be "
+                                 f"sampled again ({error!r:.200})") from None
     return trees
 
 

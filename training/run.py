@@ -75,7 +75,10 @@ def read_state(config: Config) -> State:
 
     flags = flags_of(config)
     for name, before in read_json(earlier).items():
-        now = flags.get(name, "")
+        if name not in flags:
+            raise ValueError(f"{earlier}: {name} is no flag of this version; a run is "
+                             "resumed by the commit that began it")
+        now = flags[name]
         if now != before and name not in MAY_CHANGE:
             raise ValueError(f"{out}: {name} is {before!r}; a resumed run cannot change it "
                              f"to {now!r}")
