@@ -1,6 +1,7 @@
 """Statistics, and the command line."""
 import itertools
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -55,7 +56,11 @@ def test_means_and_intervals_are_over_questions_however_many_trees_these_have():
         assert one[name] == pytest.approx(other[name]), name
 
 
-def test_the_best_of_k_is_what_counting_gives():
+def test_the_best_of_k_is_the_closed_form_and_what_counting_gives():
+    for right, n, k in itertools.product(range(5), (4, 7), (1, 2, 4)):
+        table = [1.0] * right + [0.0] * (n - right)
+        wrong = math.comb(n - right, k) / math.comb(n, k)
+        assert scores.best_of(table, k) == pytest.approx(1 - wrong)
     rng = random.Random(0)
     for n in (1, 2, 5, 8):
         table = [rng.choice([0.0, 1.0, rng.random(), -rng.random()]) for _ in range(n)]
@@ -82,6 +87,21 @@ def test_differences_are_paired_and_skip_what_either_lost():
     unseen = 3.8415 / 53.8415  # such a share of all questions may differ otherwise
     assert [d["low"], d["high"]] == pytest.approx(
         [0.1 - 1.1 * unseen, 0.1 + 0.9 * unseen], abs=1e-4)
+
+
+def test_a_paired_difference_is_the_one_that_numpy_gives():
+    rng = np.random.default_rng(0)
+    a, b = rng.random((300, 3)), rng.random((300, 2)) * 0.9  # trees of each question
+    cells = {("t", None, name): {str(i): list(row) for i, row in enumerate(table)}
+             for name, table in (("a", a), ("b", b))}
+    d, = scores.differences(cells)
+    gaps = a.mean(1) - b.mean(1)
+    mean, error = gaps.mean(), 1.96 * gaps.std() / math.sqrt(300)
+    assert d["difference"] == pytest.approx(mean)
+    unseen = 3.8415 / 303.8415
+    low, high = mean - error, mean + error
+    assert d["low"] == pytest.approx(low - unseen * (1 + low), abs=3e-3)
+    assert d["high"] == pytest.approx(high + unseen * (1 - high), abs=3e-3)
 
 
 @pytest.mark.parametrize("n", [8, 50])
