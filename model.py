@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import hf
-from engine.attention import (Layout, PackedLayout, gather, head_for, linear_float32,
-                              recomputed)
+from engine.attention import Layout, PackedLayout, gather, recomputed
 from engine.device import DEVICE, LARGEST_LOGITS, compute_dtype, upcast
+from engine.linear import head_for, linear_float32
 from engine.lora import Adaptable, Linear
 from engine.packing import Pack
 from engine.parallel import local_share
@@ -408,5 +408,5 @@ def open_checkpoint(path: str) -> Decoder:
     if saved:
         model.add_lora(saved["r"], saved["lora_alpha"])
         hf.load_adapter(model, os.path.join(path, "adapter"))
-        return model.merged_copy()
-    return model
+        model = model.merged_copy()
+    return model.order()

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.linear import put
 from engine.pages import attention_for, spare_bytes
 from engine.parallel import is_sharded
 from engine.prefix import PrefixCache, Snapshots, prefix_hash
@@ -89,7 +90,7 @@ class Sampler:
                  copy: bool = False):
         dtype = dtype or model.lm_head.weight.dtype
         self.owns = copy or is_sharded(model) or dtype != model.lm_head.weight.dtype
-        self.model = model.merged_copy(dtype) if self.owns else model
+        self.model = model.merged_copy(dtype).order() if self.owns else model
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         most = model.config.max_position_embeddings
         self.window = min(window or most, most)
@@ -109,7 +110,7 @@ class Sampler:
             with torch.no_grad():
                 for mine, (_, new) in zip(self.model.parameters(), model.merged(),
                                           strict=True):
-                    mine.copy_(new)
+                    put(mine, new)
         self._forget()
 
     def _forget(self) -> None:

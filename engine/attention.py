@@ -189,25 +189,3 @@ def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True).to(dtype)
-
-
-def head_for(weight: Tensor) -> Tensor:
-    """A head for many calls of `linear_float32`: on a CPU it is converted here, once."""
-    return weight if weight.is_cuda else upcast(weight)
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32, without gradients, of matrices of one type, or with a `head_for`.
-    bfloat16 would round logits of about 20 to 0.06."""
-    if upcast(x) is x:
-        return F.linear(x, weight)
-    if x.is_cuda:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    # Both hold bfloat16 numbers. So nothing is lost where a processor multiplies in that
-    # and sums in float32; one that cannot multiplies in float32.
-    matmul = torch.backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        return F.linear(upcast(x), upcast(weight))
-    finally:
-        matmul.fp32_precision = before

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.device import upcast
+from engine.linear import linear, ordered
 from engine.parallel import full_tensor
 
 
@@ -27,7 +28,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)  # B T outputs
+        y = linear(x, self.weight, self.bias)  # B T outputs
         if self.scale:
             low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # B T R
             rows = y.view(-1, y.shape[-1])  # a copy would lose the adapter
@@ -66,6 +67,13 @@ class Adaptable(nn.Module):
             layer.lora_A = nn.Parameter(A.to(device))
             layer.lora_B = nn.Parameter(B.to(device))
             layer.scale = alpha / rank
+        return self
+
+    def order(self) -> "Adaptable":
+        """For a model that is only sampled from: its linear layers in the order that suits
+        few rows (engine/linear.py)."""
+        for _, layer in self.adapted():
+            layer.weight = nn.Parameter(ordered(layer.weight), requires_grad=False)
         return self
 
     @contextlib.contextmanager

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import delta
-from engine.attention import (StepLayout, causal, head_for, linear_float32,
-                              lower_right)
+from engine.attention import StepLayout, causal, lower_right
 from engine.device import free_bytes
+from engine.linear import head_for, linear_float32
 from engine.states import STATES_PER_WINDOW, States, state_bytes, zeros
 
 decode, rule_step = None, delta.rule_step
@@ -191,7 +191,7 @@ class GatheredPages:
         self.reset()
 
     def reset(self) -> None:
-        self.head = head_for(self.model.lm_head.weight)
+        self.head = head_for(self.model.lm_head.weight, few=True)
         L, _, _, _, K, E = self.pool.shape
         self.rows = self.pool.new_zeros(L, 2, 0, K, 0, E)  # L 2 B K T E
         self.held = []  # for each row: the request, and how many of its tokens

@@ -160,17 +160,19 @@ class Plan:
             running += 22 * channels + 38 * heads * dimension
         logits = 4 * self.pack_tokens * self.config.vocab_size
         logits = min(LARGEST_LOGITS[self.device], logits)
-        head = 2 * logits + 3 * self.pack_tokens * hidden * size + self.wide_head
+        head = 2 * logits + 3 * self.pack_tokens * hidden * size
+        head += (size < 4) * self.second_head
         # The head's gradient is the first, and is float32.
         whole = 0 if self.lora_rank else 4 * self.config.vocab_size * hidden
         most = self.pack_tokens * kept + max(head, self.pack_tokens * running) + whole
         return most if self.for_packs == self else max(most, self.for_packs.activations())
 
     @property
-    def wide_head(self) -> int:
-        """Bytes of the head in float32, which a CPU makes of one of 16 bits."""
-        widened = self.device == "cpu" and self.dtype.itemsize < 4
-        return widened * 4 * self.config.vocab_size * self.config.hidden_size
+    def second_head(self) -> int:
+        """Bytes of the head that a CPU has beside the weights: in float32 if they have 16
+        bits, and for the sampler in another order."""
+        c, size = self.config, max(4, self.dtype.itemsize)
+        return (self.device == "cpu") * size * c.vocab_size * c.hidden_size
 
     @property
     def window_bytes(self) -> int:
@@ -200,7 +202,7 @@ class Plan:
             "gradients": 4 * trained // ranks,
             "optimizer": 8 * trained // ranks,
             "gathered": gathered if casts else 0,
-            "sampler copy": copies * sizes.model * size + self.wide_head,
+            "sampler copy": copies * sizes.model * size + self.second_head,
             "activations": self.activations(),
         }
         # Full windows, as many as fit beside the rest. A CPU gathers the cache in rows.

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from engine.attention import PackedLayout, linear_float32
+from engine.attention import PackedLayout
+from engine.linear import linear, linear_float32, ordered, put
 from engine.packing import collate
 from grpo import Sequence
 from model import Decoder, DecoderConfig
@@ -267,3 +268,14 @@ def test_logits_are_float32_where_layers_compute_in_bfloat16():
     within = 2 * len(hidden[0]) * 2 ** -24 * sizes.max()
     assert (got.double() - want).abs().max() < within
     assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_an_ordered_weight_gives_the_same_products(rows):
+    weight, new = torch.randn(2, 48, 70)
+    x, bias = torch.randn(2, rows, 70), torch.randn(48)
+    quick = torch.nn.Parameter(ordered(weight), requires_grad=False)
+    for values in (weight, new):
+        put(quick, values)
+        torch.testing.assert_close(linear(x, quick, bias), x @ values.T + bias)
+        torch.testing.assert_close(linear(x, quick), x @ values.T)

@@ -442,7 +442,8 @@ def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestric
 # --- weights ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("how", [
-    {"copy": True}, {"copy": True, "dtype": torch.bfloat16}, {}])
+    {"copy": True}, {"copy": True, "dtype": torch.bfloat16},
+    {"copy": True, "dtype": torch.float32}, {}])
 def test_new_weights_reach_the_sampler_with_load(how, float64):
     """From the trainer to its own copy, or as it shares a model with adapters."""
     trained, copy = build(0), "copy" in how
@@ -464,7 +465,8 @@ def test_new_weights_reach_the_sampler_with_load(how, float64):
     plain = trained.merged_copy(how.get("dtype"))
     after, fresh = sample(), alone(plain, [3, 1, 4, 1, 5], 12, key=(1,))
     assert after.ids == fresh.ids != before.ids
-    assert close(after.logprobs, fresh.logprobs)
+    exact = how.get("dtype") != torch.float32
+    assert close(after.logprobs, fresh.logprobs, 1e-9 if exact else 1e-5)
 
 
 # --- failures -----------------------------------------------------------------------------
