@@ -31,11 +31,11 @@ class RLMConfig:
 
 
 def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
-                rlm_file: str = "") -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults, and the fields of a file `rlm_file` in
+                rlm_file: str = "", default: RLMConfig = RLMConfig()) -> RLMConfig:
+    """rlm.json of a checkpoint, or the default, and the fields of a file `rlm_file` in
     their place. The window is at most the model's positions. `sandbox` depends on this
     machine, so no file sets it."""
-    config, saved = RLMConfig(), Path(model_dir, "rlm.json")
+    config, saved = default, Path(model_dir, "rlm.json")
     if model_dir and saved.exists():
         values = read_json(saved)
         if "seconds" in values:  # its name in earlier versions

@@ -77,6 +77,14 @@ def estimated_tokens(text: str) -> int:
     return len(text.encode("utf-8", "replace")) // 4
 
 
+def share_right(answer: Any, gold: dict) -> float:
+    """The share of right values among all keys that an answer or the gold has."""
+    if not isinstance(answer, dict) or not answer:
+        return 0.0
+    right = sum(answer.get(key) == value for key, value in gold.items())
+    return right / len(answer.keys() | gold.keys())
+
+
 def strings_in(answer) -> list[str]:
     """The strings of an answer: itself, or those in nested lists. Ignores all else."""
     found, stack = [], [answer]

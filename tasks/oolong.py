@@ -1,12 +1,15 @@
-"""oolong: label every line, then count (OOLONG, 2511.02817). Rows come from --data alone.
+"""oolong: label every line of a list, then count (OOLONG, 2511.02817). Lists are made
+(tasks/lists.py) or come from --data.
 
-Gold is {"type": ..., "value": str}. The score is exact match, a number's 0.75 ** |error|.
+Gold is {"type": ..., "value": str, or {line: label}}. The score is the share of right
+labels, 0.75 ** |error| of a number, or exact match.
 """
 import re
 from contextlib import suppress
 from datetime import datetime
 
-from tasks.common import as_line, block, field
+from tasks.common import as_line, block, field, share_right
+from tasks.lists import TOKENS, make  # noqa: F401  of this task
 
 READING = "Print the context. Answer with a dict that gives a label to each of its keys."
 STRATEGY = """\
@@ -15,6 +18,9 @@ and name the labels: it answers {key: label}. Join the answers with update, then
 and count in code. Return the answer alone, as asked for."""
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 
+# For the tiny model. A child prints four lines at most; long lists take many children.
+TINY = {"max_turns": 2, "turn_tokens": 192, "max_nodes": 129,
+        "limits": {"output_chars": 400}}
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
@@ -24,6 +30,8 @@ def score(question, answer):
     comparison exactly one of the three phrases occurs. Left out: the public fallback to a
     text's last word, which a list of all labels can pass."""
     kind, gold = question.answer["type"], question.answer["value"]
+    if kind == "LABELS":
+        return share_right(answer, gold)
     text = as_line(answer).rpartition(":")[2].strip("*[]'\" \n.")
     if kind == "COMPARISON":
         found = [phrase for phrase in PHRASES if phrase in text]
@@ -70,47 +78,42 @@ def read(row):
     if "labels" in row:
         gold["labels"] = field(row, "labels", list)
     return field(row, "question"), field(row, "context_window_text"), gold
-
-
 # A root: children label some lines each. With keys a line that one leaves out shifts none.
 SPLIT = """\
 names = context.partition("labels: ")[2].partition(".")[0]
 lines = [line.split(" || ", 2) for line in context.split("\\n") if " || " in line]
-{filter}texts = [(str(i), line[2]) for i, line in enumerate(lines)]
-parts = [dict(texts[i:i + {size}]) for i in range(0, len(texts), {size})]
+keys = [str(i) for i, line in enumerate(lines){some}]
+parts = [{{k: lines[int(k)][2] for k in keys[i:i + {size}]}}
+         for i in range(0, len(keys), {size})]
 answers = {{}}
-for answer in rlm_query_batched("Label each text: " + names, parts{some}):
+for answer in rlm_query_batched("Label each text: " + names, parts{asked}):
     if isinstance(answer, dict):
         answers.update(answer)
-labels = [answers.get(key) for key, text in texts]
+labels, named = [answers.get(k) for k in keys], question.split("'")[1::2]
 """
-COMPARED = """\
-first, second = labels.count({!r}), labels.count({!r})
+ANSWERS = {  # by what its question has
+    "{line: label}": "FINAL(answers)",
+    "same frequency": """\
+first, second = labels.count(named[0]), labels.count(named[1])
 FINAL("more common than" if first > second else
-      "less common than" if first < second else "same frequency as")"""
-USERS = """\
-users = [line[1] for line, label in zip(lines, labels) if label == {!r}]
-FINAL(max(users, key=users.count, default=""))"""
+      "less common than" if first < second else "same frequency as")""",
+    "which user": """\
+users = [lines[int(k)][1] for k in keys if answers.get(k) == named[0]]
+FINAL(max(users, key=users.count, default=""))""",
+    "label '": "FINAL(labels.count(named[0]))",
+    "most common": "FINAL(max(names.split(', '), key=labels.count))",
+    "least common": "FINAL(min(names.split(', '), key=labels.count))"}
 
 
-def root_code(query: str, size: int, some: str) -> str:
-    """Code for questions about counts, and about the user with most of a label."""
-    named = re.findall(r"label '([^']+)'", query)
-    ids = re.findall("[0-9]+", query.partition(" IDs ")[2].partition(".")[0])
-    only = f"lines = [line for line in lines if line[1][6:] in {ids}]\n" if ids else ""
-    code = SPLIT.format(filter=only, size=size, some=some)
-    if len(named) == 2:
-        return code + COMPARED.format(*named)
-    if named and "which user" in query:
-        return code + USERS.format(*named)
-    if named:
-        return code + f"FINAL(labels.count({named[0]!r}))"
-    best = "min" if "least" in query else "max"
-    return code + f"FINAL({best}(names.split(', '), key=labels.count))"
+def root_code(query: str, size: int, asked: str) -> str:
+    some = " if line[1][6:] in question" if " IDs " in query else ""
+    answer = next(code for has, code in ANSWERS.items() if has in query)
+    return SPLIT.format(some=some, size=size, asked=asked) + answer
 
 
 # Good and bad scripts mixed: a root that asks about all pieces, or about the first; a child
 # that reads, or guesses. "read" knows the labels of a training row.
+SIZES = (1, 2, 4)  # lines of a piece
 ROOT_SCRIPTS = ("", "", "", "[:1]", "[:1]")
 CHILD_SCRIPTS = ("read", "read", "read", "guess", "guess")
 
@@ -118,7 +121,7 @@ CHILD_SCRIPTS = ("read", "read", "read", "guess", "guess")
 def demonstrate(question, node, rng):
     labels = field(question.answer, "labels", list)  # else give --warmup FILE
     if not node.depth:
-        pieces, script = rng.choice((4, 8)), rng.choice(ROOT_SCRIPTS)
+        pieces, script = rng.choice(SIZES), rng.choice(ROOT_SCRIPTS)
         return block(root_code(question.query, pieces, script))
     if rng.choice(CHILD_SCRIPTS) == "guess":
         return block(f"FINAL(dict.fromkeys(context, {rng.choice(labels)!r}))")

@@ -15,7 +15,7 @@ import gzip
 import re
 from pathlib import Path
 
-from tasks.common import block, how_many, pick
+from tasks.common import block, how_many, pick, share_right
 
 STRATEGY = """\
 The context is a dict {name of a request: its text}. Find the requests from the person \
@@ -41,6 +41,9 @@ HERE = (2, 4)  # requests from the person: at least and at most
 
 # The longest request can be printed whole; then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 60}}
+# A pretrained model that scripts have shown the task needs no explanation.
+SHOWN = {"style": "brief", "max_turns": 2, "turn_tokens": 96, "window": 1024,
+         "max_nodes": 8, "tree_tokens": 8000, "limits": {"output_chars": 200}}
 
 
 def read_texts() -> dict[str, dict[str, list[str]]]:
@@ -62,11 +65,16 @@ SUBJECT = {text: subject for split in TEXTS.values()
            for subject, texts in split.items() for text in texts}
 
 
+def texts_of(heldout: bool | str) -> dict[str, list[str]]:
+    """{subject: texts} to train on, to choose a checkpoint with, or held out."""
+    return TEXTS[{False: "train", "validation": "val", True: "test"}[heldout]]
+
+
 def make(rng, tokens=None, heldout=False):
     number = how_many(rng, 6, 150, tokens, REQUEST_TOKENS)
     person = rng.choice(PEOPLE)
     here = rng.sample(range(number), rng.randint(*HERE))
-    texts = TEXTS[{False: "train", "validation": "val", True: "test"}[heldout]]
+    texts = texts_of(heldout)
 
     context, gold = {}, {}
     for i in range(number):
@@ -88,10 +96,7 @@ def in_words(query):
 
 
 def score(question, answer):
-    if not isinstance(answer, dict) or not answer:
-        return 0.0
-    right = sum(answer.get(name) == subject for name, subject in question.answer.items())
-    return right / len(answer.keys() | question.answer.keys())
+    return share_right(answer, question.answer)
 
 
 def part_score(question, part, answer):

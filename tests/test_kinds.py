@@ -59,6 +59,9 @@ SCORES = [
     ("oolong", ("DATE", "2023-01-06"), {
         1: ["Date: 01/06/2023", "Jan 6, 2023"], 0: ["Date: 06/01/2023"]}),
     # Recursive Language Models, arXiv 2512.24601, appendix B.3: "was the correct answer"
+    ("oolong", ("LABELS", {"0": "food", "4": "home"}), {
+        1: [{"4": "home", "0": "food"}], 1 / 2: [{"0": "food"}, {"0": "food", "4": "x"}],
+        1 / 3: [{"0": "food", "7": "home"}], 0: [{}, "food", ["food", "home"]]}),
     ("oolong", ("COMPARISON", "less common than"), {
         1: ["Answer: less common than", "Answer: entity is less common than location"]}),
     ("oolong", ("COMPARISON", "more common than"), {
@@ -264,23 +267,28 @@ FORMS = {  # a question of OOLONG: its gold
 
 
 def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
+    """Of rows, and of all lists that are made: to train on and held out."""
     lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
     text = "\n".join(f"Date: x || User: {m[1]} || Instance: {m[3]}" for m in lines)
     asked = []
     for query, (task, value) in FORMS.items():
         gold = {"type": task, "value": value, "labels": [m[2] for m in lines]}
         asked += [Question(query, "oolong", query, f"{HEAD}\n{text}", gold)] * 6
+    lists = [make(oolong, random.Random(i), heldout=i % 2 == 0) for i in range(60)]
+    forms = {(i % 2, each.answer["type"]) for i, each in enumerate(lists)}
+    assert forms >= {(1, "LABELS"), *((0, of) for of in (*GOLDS, "USER"))}
+    assert (0, "LABELS") not in forms
 
-    def rewards():
+    def rewards(asked):
         policy = script_policy(asked, None, 0, alone=False)
         trees = asyncio.run(collect(asked, policy, None, RLMConfig(max_turns=3)))
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         return [tree.reward for tree in trees]
 
-    assert 6 < rewards().count(1.0) < 34  # good and bad ones are mixed
+    assert 6 < rewards(asked).count(1.0) < 34  # good and bad ones are mixed
     monkeypatch.setattr(oolong, "ROOT_SCRIPTS", ("",))
     monkeypatch.setattr(oolong, "CHILD_SCRIPTS", ("read",))
-    assert rewards() == [1.0] * 36
+    assert rewards(asked + lists) == [1.0] * 96
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():

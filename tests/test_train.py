@@ -399,7 +399,7 @@ def test_a_run_trains_on_what_its_flags_say(
     kl = [row["reference_kl"] for row in lines(out) if row["phase"] == "grpo"]
     assert abs(kl[0]) < 1e-6 < kl[1]
     final, *others = (
-        RLM(path).sampler.model.state_dict() for path in
+        RLM(path).sampler.model(torch.arange(40)[None]).detach() for path in
         (out / "final", out / "best", checkpoint.checkpoints(str(out))[-1]))
     for other in others:
         torch.testing.assert_close(other, final)
@@ -455,13 +455,25 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     ({"lora_rank": 1}, 0, (1000, 3e-3, 2.8e-3)),
     ({"lr": 0.5, "warmup_steps": 3}, 0, (3, 3e-3, 0.5)),
     ({"model": "M"}, 4096, (0, 1e-5, 1e-6)),
-    ({"model": "M", "warmup": "F", "lora_rank": 16}, 2560, (60, 2e-4, 2e-5)),
-    ({"model": "M", "lora_rank": 16}, 1280, (0, 2e-4, 4e-5)),
+    ({"model": "M", "warmup": "F", "lora_rank": 16}, 2560, (120, 2e-4, 2e-5)),
+    ({"model": "M", "lora_rank": 16}, 1280, (0, 4e-4, 8e-5)),
     ({"model": "M", "warmup": "scripts"}, 128, (1000, 3e-3, 1.4e-3))])
 def test_defaults_suit_the_checkpoint(flags, width, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
     config = settings.filled_in(train.Config(**flags), width)
     assert (config.warmup_steps, config.warmup_lr, config.lr) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("warmup, trees", [
+    ("scripts", "brief prompts; trees of at most 8 nodes, 2 turns each"),
+    ("", "full prompts; trees of at most 32 nodes, 6 turns each")])
+def test_scripts_spare_a_checkpoint_from_elsewhere_the_explanations(
+        warmup, trees, short_run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(short_run / "final", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "rlm.json").unlink()
+    command(train, monkeypatch, "--model", tmp_path / "elsewhere", "--warmup", warmup,
+            "--task", "requests", "--plan")
+    assert trees in capsys.readouterr().out
 
 
 # --- stopped, killed, resumed -------------------------------------------------------------
