@@ -61,7 +61,7 @@ def beside_transformers(path: str) -> None:
     """All weights are float32."""
     import transformers
 
-    ours = Decoder.from_pretrained(path)
+    ours = Decoder.from_pretrained(path).order()
     sampler = Sampler(ours, memory=3 << 30, batch=max(REQUESTS))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generate(sampler, [CHILD], 1)  # libraries begin slowly

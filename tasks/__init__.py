@@ -6,7 +6,8 @@
     deep         one meaning per paragraph, two levels   F1 over the meanings
                  of children are needed to find all
     qa           a person's question about texts         SQuAD's F1 over words
-    oolong       label every line, then count (OOLONG)   exact; a number 0.75 ** |error|
+    oolong       label every line, then count (OOLONG)   share of right labels; exact; a
+                                                         number 0.75 ** |error|
 
 A task is a module with two functions:
 

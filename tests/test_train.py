@@ -28,6 +28,7 @@ import tasks
 import train
 import training.run
 from ask import RLM
+from config import RLMConfig
 from engine import packing
 from engine.parallel import World
 from grpo import Sequence
@@ -470,7 +471,7 @@ def test_defaults_suit_the_checkpoint(flags, width, want):
 def test_scripts_spare_a_checkpoint_from_elsewhere_the_explanations(
         warmup, trees, short_run, tmp_path, monkeypatch, capsys):
     shutil.copytree(short_run / "final", tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "rlm.json").unlink()
+    RLMConfig().save(tmp_path / "elsewhere" / "rlm.json")
     command(train, monkeypatch, "--model", tmp_path / "elsewhere", "--warmup", warmup,
             "--task", "requests", "--plan")
     assert trees in capsys.readouterr().out

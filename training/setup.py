@@ -108,9 +108,9 @@ def prepare(config: Config, world: World, objective: Callable,
     shape = DecoderConfig.read(os.path.join(weights, "config.json"))
     positions = shape.max_position_embeddings
     rlm_file = "" if state.checkpoint else config.rlm  # a checkpoint has them
-    shown = getattr(task, "SHOWN", {}) if config.warmup == "scripts" else {}
-    default = changed(RLMConfig(), shown, "SHOWN")
-    rlm_config = load_config(source, positions, config.sandbox, rlm_file, default)
+    is_shown = config.model and config.warmup == "scripts"
+    suited = getattr(task, "SHOWN", {}) if is_shown else {}
+    rlm_config = load_config(source, positions, config.sandbox, rlm_file, suited)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
     plan = wanted.fitted(world.size)
