@@ -32,10 +32,9 @@ class RLMConfig:
 
 def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "auto",
                 rlm_file: str = "", suited: dict = {}) -> RLMConfig:
-    """rlm.json of a checkpoint, or the defaults; of one that was not trained here, the
-    fields `suited` to the task in their place; and then those of a file `rlm_file`. The
-    window is at most the model's positions. `sandbox` depends on this
-    machine, so no file sets it."""
+    """rlm.json of a checkpoint, or the defaults. If it names no task, the fields in
+    `suited` replace its own. Those of a file `rlm_file` replace both. The window is at most
+    the model's positions. `sandbox` depends on this machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
     if model_dir and saved.exists():
         values = read_json(saved)
@@ -43,7 +42,7 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
             values["tree_seconds"] = values.pop("seconds")
         config = changed(config, values, saved)
     if not config.task:
-        config = changed(config, suited, "SHOWN")
+        config = changed(config, suited, "AFTER_SCRIPTS")
     if rlm_file:
         config = changed(config, read_json(rlm_file), rlm_file)
     limits = replace(config.limits, sandbox=sandbox)

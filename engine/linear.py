@@ -1,4 +1,4 @@
-"""Products with weights on a processor: in which type, and in which order in memory.
+"""Linear layers on a CPU: the type of their numbers and their order in memory.
 
 A GPU needs none of this, except logits in float32.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.device import upcast
 
-FEW_ROWS = 16  # for so many the order is chosen; it suits 4 to 512 (measured)
+FEW_ROWS = 16  # for so many the order is chosen
 
 
 def ordered(weight: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Lists of OOLONG's form, made from the texts of requests.py.
 
-A count hardly tells who reads: whoever guesses scores 0.5. So most questions to train on
-ask for the labels themselves, and held-out questions for counts, comparisons, the most
-common label, the user with most.
+A count hardly tells who reads: with labels that are guessed the right code scores 0.48. So
+most questions to train on ask for the labels themselves. All others ask for counts,
+comparisons, the most common label, or the user with most of a label.
 """
 from collections import Counter
 from datetime import date
@@ -10,8 +10,8 @@ from datetime import date
 from tasks.common import how_many
 from tasks.requests import SUBJECTS, texts_of
 
-TOKENS = 440  # 20 lines
-LINE_TOKENS = 22  # on average
+TOKENS = 440  # 17 lines
+HEAD_TOKENS, LINE_TOKENS = 65, 22  # on average
 LABELS_ASKED = 0.8  # share of questions to train on that ask for labels
 
 HEAD = """\
@@ -27,7 +27,8 @@ MANY = "how many data points should be classified as label '{}'?"
 
 
 def make(rng, tokens=None, heldout=False):
-    number = how_many(rng, 8, 32, tokens, LINE_TOKENS)
+    of_lines = tokens and tokens - HEAD_TOKENS
+    number = max(2, how_many(rng, 8, 32, of_lines, LINE_TOKENS))
     shares = [rng.random() for _ in SUBJECTS]  # so that some labels are more common
     labels = rng.choices([*SUBJECTS], shares, k=number)
     ids = [str(rng.randrange(10_000, 100_000)) for _ in range(2 + number // 8)]
@@ -40,7 +41,7 @@ def make(rng, tokens=None, heldout=False):
     head = HEAD.format(number, len(SUBJECTS), ", ".join(SUBJECTS))
 
     forms = counts_of(rng, users, labels)
-    if heldout is not True and rng.random() < LABELS_ASKED:
+    if not heldout and rng.random() < LABELS_ASKED:
         forms = [labels_of_some(rng, users, labels)]
     query, kind, value = rng.choice(forms)
     gold = {"type": kind, "value": value, "labels": labels}

@@ -82,6 +82,7 @@ def read(row):
 SPLIT = """\
 names = context.partition("labels: ")[2].partition(".")[0]
 lines = [line.split(" || ", 2) for line in context.split("\\n") if " || " in line]
+users = question.partition(" IDs ")[2].partition(".")[0].split(", ")
 keys = [str(i) for i, line in enumerate(lines){some}]
 parts = [{{k: lines[int(k)][2] for k in keys[i:i + {size}]}}
          for i in range(0, len(keys), {size})]
@@ -89,7 +90,8 @@ answers = {{}}
 for answer in rlm_query_batched("Label each text: " + names, parts{asked}):
     if isinstance(answer, dict):
         answers.update(answer)
-labels, named = [answers.get(k) for k in keys], question.split("'")[1::2]
+labels = [answers.get(k) for k in keys]
+named = [part.partition("'")[0] for part in question.split("label '")[1:]]
 """
 ANSWERS = {  # by what its question has
     "{line: label}": "FINAL(answers)",
@@ -98,15 +100,15 @@ first, second = labels.count(named[0]), labels.count(named[1])
 FINAL("more common than" if first > second else
       "less common than" if first < second else "same frequency as")""",
     "which user": """\
-users = [lines[int(k)][1] for k in keys if answers.get(k) == named[0]]
-FINAL(max(users, key=users.count, default=""))""",
+have = [lines[int(k)][1] for k in keys if answers.get(k) == named[0]]
+FINAL(max(have, key=have.count, default=""))""",
     "label '": "FINAL(labels.count(named[0]))",
-    "most common": "FINAL(max(names.split(', '), key=labels.count))",
-    "least common": "FINAL(min(names.split(', '), key=labels.count))"}
+    "least common": "FINAL(min(names.split(', '), key=labels.count))",
+    "": "FINAL(max(names.split(', '), key=labels.count))"}
 
 
 def root_code(query: str, size: int, asked: str) -> str:
-    some = " if line[1][6:] in question" if " IDs " in query else ""
+    some = " if line[1][6:] in users" if " IDs " in query else ""
     answer = next(code for has, code in ANSWERS.items() if has in query)
     return SPLIT.format(some=some, size=size, asked=asked) + answer
 

@@ -42,8 +42,9 @@ HERE = (2, 4)  # requests from the person: at least and at most
 # The longest request can be printed whole; then one message is left, to answer.
 TINY = {"max_turns": 2, "limits": {"output_chars": 60}}
 # A pretrained model that scripts have shown the task needs no explanation.
-SHOWN = {"style": "brief", "max_turns": 2, "turn_tokens": 96, "window": 1024,
-         "max_nodes": 8, "tree_tokens": 8000, "limits": {"output_chars": 200}}
+AFTER_SCRIPTS = {
+    "style": "brief", "max_turns": 2, "turn_tokens": 96, "window": 1024, "max_nodes": 8,
+    "tree_tokens": 8000, "limits": {"output_chars": 200}}
 
 
 def read_texts() -> dict[str, dict[str, list[str]]]:

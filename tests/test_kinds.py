@@ -54,14 +54,14 @@ SCORES = [
         1: ["Answer: 7", "Answer: **[7]**", 7], 0.75: ["Answer: 8"], 0.5625: ["Answer: 5"],
         0: ["I don't know", "6 7 8", "7.0", "about 7", "9" * 10_000]}),
     ("oolong", ("NUMERIC", "-7"), {1: [-7]}), ("oolong", ("NUMERIC", "1"), {0: [True]}),
+    ("oolong", ("LABELS", {"0": "food", "4": "home"}), {
+        1: [{"4": "home", "0": "food"}], 1 / 2: [{"0": "food"}, {"0": "food", "4": "x"}],
+        1 / 3: [{"0": "food", "7": "home"}], 0: [{}, "food", ["food", "home"]]}),
     ("oolong", ("USER", "44106"), {
         1: ["User: 44106", "User: [44106]", 44106], 0: ["User: 99999"]}),
     ("oolong", ("DATE", "2023-01-06"), {
         1: ["Date: 01/06/2023", "Jan 6, 2023"], 0: ["Date: 06/01/2023"]}),
     # Recursive Language Models, arXiv 2512.24601, appendix B.3: "was the correct answer"
-    ("oolong", ("LABELS", {"0": "food", "4": "home"}), {
-        1: [{"4": "home", "0": "food"}], 1 / 2: [{"0": "food"}, {"0": "food", "4": "x"}],
-        1 / 3: [{"0": "food", "7": "home"}], 0: [{}, "food", ["food", "home"]]}),
     ("oolong", ("COMPARISON", "less common than"), {
         1: ["Answer: less common than", "Answer: entity is less common than location"]}),
     ("oolong", ("COMPARISON", "more common than"), {
@@ -263,6 +263,7 @@ FORMS = {  # a question of OOLONG: its gold
     "which user has the most instances with the label 'human being'?": ("USER", "22222"),
     "which of the labels is the most common?": ("LABEL", "human being"),
     "which of the labels is the least common?": ("LABEL", "entity"),
+    "in the users' data, how many data points have the label 'location'?": ("NUMERIC", "2"),
 }
 
 
@@ -285,10 +286,10 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
         assert not any(node.errors for tree in trees for node in tree.root.walk())
         return [tree.reward for tree in trees]
 
-    assert 6 < rewards(asked).count(1.0) < 34  # good and bad ones are mixed
+    assert 6 < rewards(asked).count(1.0) < 40  # good and bad ones are mixed
     monkeypatch.setattr(oolong, "ROOT_SCRIPTS", ("",))
     monkeypatch.setattr(oolong, "CHILD_SCRIPTS", ("read",))
-    assert rewards(asked + lists) == [1.0] * 96
+    assert rewards(asked + lists) == [1.0] * 102
 
 
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():

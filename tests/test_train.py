@@ -458,6 +458,7 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     ({"model": "M"}, 4096, (0, 1e-5, 1e-6)),
     ({"model": "M", "warmup": "F", "lora_rank": 16}, 2560, (120, 2e-4, 2e-5)),
     ({"model": "M", "lora_rank": 16}, 1280, (0, 4e-4, 8e-5)),
+    ({"model": "M"}, 1280, (0, 1e-5, 2e-6)),
     ({"model": "M", "warmup": "scripts"}, 128, (1000, 3e-3, 1.4e-3))])
 def test_defaults_suit_the_checkpoint(flags, width, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""

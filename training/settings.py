@@ -37,8 +37,9 @@ def by_checkpoint(name: str) -> str:
     made, pretrained = getattr(SCRATCH, name), getattr(PRETRAINED, name)
     text = f"{made:g} for a model made here, else {pretrained:g}"
     if name in ("lr", "warmup_lr"):
-        text += f"; adapters {SCRATCH.adapters:g} and {PRETRAINED.adapters:g} times that"
-        text += "; more for pretrained models below 4B"
+        times = f"{SCRATCH.adapters:g} and " if name == "lr" else ""
+        text += f"; adapters {times}{PRETRAINED.adapters:g} times that"
+        text += f"; more for pretrained models narrower than {WIDE:,}"
     return text
 
 
@@ -120,12 +121,12 @@ def filled_in(config: Config, width: int) -> Config:
     times = suits.adapters if config.lora_rank else 1.0
     values = {"warmup_steps": suits.warmup_steps, "warmup_lr": suits.warmup_lr,
               "lr": suits.lr * times}
-    if suits is PRETRAINED:
-        # Adam's best rate falls with the width (muP, arXiv 2203.03466). That of GRPO falls
-        # faster: a Qwen of 0.5B learnt at 2e-4, a SmolLM2 of 135M at 5e-4.
+    if suits is PRETRAINED:  # Adam's best rate falls with the width (muP, arXiv 2203.03466)
         narrower = max(1.0, WIDE / width)
-        values["warmup_lr"] *= narrower
-        values["lr"] *= narrower ** 2
+        values["lr"] *= narrower
+        if config.lora_rank:  # near what a Qwen of 0.5B and a SmolLM2 of 135M learnt at
+            values["warmup_lr"] *= narrower
+            values["lr"] *= narrower
     if config.model:
         values["warmup_lr"] *= times
         if not config.warmup:  # it would undo what the checkpoint learnt

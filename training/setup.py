@@ -108,8 +108,8 @@ def prepare(config: Config, world: World, objective: Callable,
     shape = DecoderConfig.read(os.path.join(weights, "config.json"))
     positions = shape.max_position_embeddings
     rlm_file = "" if state.checkpoint else config.rlm  # a checkpoint has them
-    is_shown = config.model and config.warmup == "scripts"
-    suited = getattr(task, "SHOWN", {}) if is_shown else {}
+    is_shown = config.model and config.warmup == "scripts" and config.warmup_steps
+    suited = getattr(task, "AFTER_SCRIPTS", {}) if is_shown else {}
     rlm_config = load_config(source, positions, config.sandbox, rlm_file, suited)
     name = os.path.abspath(config.task) if util.is_path(config.task) else questions.name
     wanted = plan_of(config, Decoder.on_meta(shape), rlm_config, have)
