@@ -478,6 +478,16 @@ def test_scripts_spare_a_checkpoint_from_elsewhere_the_explanations(
     assert trees in capsys.readouterr().out
 
 
+def test_a_checkpoint_goes_on_with_its_task(short_run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(short_run / "final", tmp_path / "other")
+    for task, says in (("oolong", "data points"), ("requests", "Sort"), ("", "Sort")):
+        RLMConfig(style="brief", task=task).save(tmp_path / "other" / "rlm.json")
+        command(train, monkeypatch, "--model", tmp_path / "other", "--plan")
+        assert says in capsys.readouterr().out.partition("--- user")[2]
+    RLMConfig(task=str(tmp_path / "mine.py")).save(tmp_path / "other" / "rlm.json")
+    assert "name it" in command(train, monkeypatch, "--model", tmp_path / "other", "--plan")
+
+
 # --- stopped, killed, resumed -------------------------------------------------------------
 
 VICTIM = """

@@ -53,8 +53,9 @@ class RunConfig:
         "", "file with fields of rlm.json, in place of the checkpoint's", common=True)
     data: str = flag("", "JSONL file of questions; empty: generate them", common=True)
     task: str = flag(
-        "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: "
-            "requests, or what the fields of --data say", common=True)
+        "", "what is asked: a file of tasks/ by its name, or path/to/file.py; empty: what "
+            "the fields of --data say, else what the checkpoint was trained on, else "
+            "requests", common=True)
     reward: str = flag(
         "", "what is trained on in place of the score: path/to/file.py[:function]")
     plan: bool = flag(False, "print what the run needs in memory and stop")

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 import tasks
 import util
-from config import RLMConfig, changed, load_config
+from config import RLMConfig, changed, load_config, trained_task
 from engine import hf, parallel
 from engine.device import DEVICE
 from engine.packing import PackSize
@@ -84,6 +84,9 @@ def prepare(config: Config, world: World, objective: Callable,
     width = 0
     if config.model and not config.resume:
         width = DecoderConfig.read(os.path.join(config.model, "config.json")).hidden_size
+        if not (config.task or config.data):
+            trained_on = trained_task(load_config(config.model))
+            config = replace(config, task=trained_on)
     config = settings.filled_in(config, width)
     reward = util.load_function(config.reward, "score(question, answer, root)")
     # On other ranks the file is not even loaded.
