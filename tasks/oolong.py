@@ -18,9 +18,11 @@ and name the labels: it answers {key: label}. Join the answers with update, then
 and count in code. Return the answer alone, as asked for."""
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 
-# For the tiny model. A child prints four lines at most; long lists take many children.
-TINY = {"max_turns": 2, "turn_tokens": 192, "max_nodes": 401,
+# A child prints four lines at most; long lists take many children.
+TINY = {"max_turns": 2, "turn_tokens": 256, "max_nodes": 401,
         "limits": {"output_chars": 400}}
+AFTER_SCRIPTS = {"max_turns": 2, "turn_tokens": 320, "max_nodes": 401,
+                 "tree_tokens": 40_000, "limits": {"output_chars": 400}}
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 

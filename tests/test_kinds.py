@@ -292,6 +292,21 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     assert rewards(asked + lists) == [1.0] * 102
 
 
+def test_the_tiny_model_has_room_for_the_scripts_of_lists(monkeypatch):
+    from training import setup
+
+    monkeypatch.setattr(oolong, "ROOT_SCRIPTS", ("",))
+    monkeypatch.setattr(oolong, "CHILD_SCRIPTS", ("read",))
+    limits, tokenizer = setup.tiny_rlm(oolong), None
+    lists = [make(oolong, random.Random(i), heldout=i % 2 == 0) for i in range(40)]
+    for _ in range(2):  # at last as the model writes them
+        trees = setup.scripted_trees(lists, tokenizer, limits, "tokenizer", World())
+        texts = [f"{turn.role}\n{turn.text}" for tree in trees for node in tree.root.walk()
+                 for turn in node.messages]
+        tokenizer = Tokenizer.train(texts, setup.TINY_VOCABULARY)
+    assert all(tree.reward == 1.0 for tree in trees)
+
+
 def test_one_level_reaches_half_of_a_deep_question_and_two_all():
     """Every pair of scripts with one level, the right one with two, in the tiny model's
     limits, where completions read without a mistake."""
