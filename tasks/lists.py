@@ -1,6 +1,6 @@
 """Lists of OOLONG's form, made from the texts of requests.py.
 
-A count hardly tells who reads: with labels that are guessed the right code scores 0.48. So
+A count hardly tells who reads: from guessed labels the right code scores nearly 0.5. So
 most questions to train on ask for the labels themselves. All others ask for counts,
 comparisons, the most common label, or the user with most of a label.
 """

@@ -23,6 +23,7 @@ TINY = {"max_turns": 2, "turn_tokens": 256, "max_nodes": 401,
         "limits": {"output_chars": 400}}
 AFTER_SCRIPTS = {"max_turns": 2, "turn_tokens": 320, "max_nodes": 401,
                  "tree_tokens": 40_000, "limits": {"output_chars": 400}}
+
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
 
@@ -80,6 +81,8 @@ def read(row):
     if "labels" in row:
         gold["labels"] = field(row, "labels", list)
     return field(row, "question"), field(row, "context_window_text"), gold
+
+
 # A root: children label some lines each. With keys a line that one leaves out shifts none.
 SPLIT = """\
 names = context.partition("labels: ")[2].partition(".")[0]
