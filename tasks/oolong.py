@@ -69,18 +69,24 @@ def part_score(question, part, answer):
 
 def read(row):
     """`context_window_text`, `question`, `answer` ("['entity']", "[7]",
-    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth; and for scripts
-    `labels`: those of the lines, in order."""
+    "[datetime.date(2023, 1, 6)]"), `answer_type`: oolongbench/oolong-synth. And for scripts
+    `labels`: those of the lines, in order. With the type LABELS the answer is
+    {line: label}."""
     kind = field(row, "answer_type").removeprefix("ANSWER_TYPE.")
-    value = field(row, "answer").strip("[]'\"")
-    if kind == "DATE":
-        value = datetime(*map(int, re.findall("[0-9]+", value))).date()
-    if kind == "NUMERIC":
-        value = int(value)
-    gold = {"type": kind, "value": str(value)}
+    if kind == "LABELS":
+        value = field(row, "answer", dict)
+    else:
+        value = as_value(kind, field(row, "answer").strip("[]'\""))
+    gold = {"type": kind, "value": value}
     if "labels" in row:
         gold["labels"] = field(row, "labels", list)
     return field(row, "question"), field(row, "context_window_text"), gold
+
+
+def as_value(kind: str, text: str) -> str:
+    if kind == "DATE":
+        return str(datetime(*map(int, re.findall("[0-9]+", text))).date())
+    return str(int(text)) if kind == "NUMERIC" else text
 
 
 # A root: children label some lines each. With keys a line that one leaves out shifts none.

@@ -28,7 +28,8 @@ ROW = {"question": "Who found it?", "answers": {"text": ["Ann Lee", "Lee"]},
 
 LINES_ROW = {"question": "Which label is the most common?", "context_window_text":
              "Date: x || User: 1 || Instance: What is a tonne?"}
-GOLDS = {"LABEL": "['entity']", "NUMERIC": "[7]", "COMPARISON": "['more common than']"}
+GOLDS = {"LABEL": "['entity']", "NUMERIC": "[7]", "COMPARISON": "['more common than']",
+         "LABELS": {"0": "entity"}}
 ROWS = {"qa": [ROW], "oolong": [LINES_ROW | {"answer": answer, "answer_type": of}
                                 for of, answer in GOLDS.items()]}
 
@@ -267,6 +268,12 @@ FORMS = {  # a question of OOLONG: its gold
 }
 
 
+def test_rows_of_oolong_have_the_answers_of_their_types():
+    for question, answer in zip(made("oolong"), GOLDS.values(), strict=True):
+        assert score_of(question, answer) == score_of(question, question.answer["value"])
+        assert score_of(question, answer) == 1.0
+
+
 def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
     """Of rows, and of all lists that are made: to train on and held out."""
     lines = [re.match(r"(\d+) (.*?): (.*)", line) for line in LINES.split("\n")]
@@ -277,8 +284,8 @@ def test_the_scripts_of_oolong_answer_the_forms_that_they_know(monkeypatch):
         asked += [Question(query, "oolong", query, f"{HEAD}\n{text}", gold)] * 6
     lists = [make(oolong, random.Random(i), heldout=i % 2 == 0) for i in range(60)]
     forms = {(i % 2, each.answer["type"]) for i, each in enumerate(lists)}
-    assert forms >= {(1, "LABELS"), *((0, of) for of in (*GOLDS, "USER"))}
-    assert (0, "LABELS") not in forms
+    assert {of for trained, of in forms if not trained} == {*GOLDS, "USER"} - {"LABELS"}
+    assert (1, "LABELS") in forms
 
     def rewards(asked):
         policy = script_policy(asked, None, 0, alone=False)
