@@ -44,7 +44,7 @@ TINY = {"max_turns": 2, "limits": {"output_chars": 60}}
 # A pretrained model that scripts have shown the task needs no explanation.
 AFTER_SCRIPTS = {
     "style": "brief", "max_turns": 2, "turn_tokens": 96, "window": 1024, "max_nodes": 8,
-    "tree_tokens": 8000, "limits": {"output_chars": 200}}
+    "tree_tokens": 8000, "limits": {"output_chars": 60}}
 
 
 def read_texts() -> dict[str, dict[str, list[str]]]:
