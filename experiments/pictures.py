@@ -2,8 +2,9 @@
 
     python -m experiments.pictures
 
-reads experiments/results: group.jsonl (the eight trees of one question) and main.json (the
-reward of each step of each run), and writes group.svg and curve.svg beside them.
+reads experiments/results: group.jsonl (the eight trees of one question), main.json (the
+reward of each step of each run) and requests.json (the share of children that are right, of
+a Qwen). It writes group.svg, curve.svg and children.svg beside them.
 """
 from html import escape
 from pathlib import Path
@@ -77,8 +78,8 @@ def group(trees: list[Tree]) -> str:
     return svg(620, top + 16 * len(lines), parts)
 
 
-def curves(arms: dict[str, list[list[float]]]) -> str:
-    """Moving averages of the reward by step: thin lines are runs, thick ones their mean."""
+def curves(arms: dict[str, list[list[float]]], what: str) -> str:
+    """Moving averages by step: thin lines are runs, thick ones their mean."""
     left, top, width, height = 40, 12, 420, 240
     steps = max(len(run) for runs in arms.values() for run in runs)
 
@@ -100,19 +101,22 @@ def curves(arms: dict[str, list[list[float]]]) -> str:
         mean = [fmean(values) for values in zip(*whole)]
         parts += [path(run, f'stroke="{colour}" opacity="0.35"') for run in runs]
         parts += [path(mean, f'stroke="{colour}" stroke-width="3"'),
-                  text(left + width + 12, top + 20 + 20 * i, f"{name}, {len(runs)} runs",
+                  text(left + width + 12, top + 20 + 20 * i, f"{name}, runs: {len(runs)}",
                        f'fill="{colour}"')]
-    parts += [text(left, top + height + 20, f"reward by step of GRPO, 1 to {steps}")]
+    parts += [text(left, top + height + 20, f"{what} by step of GRPO, 1 to {steps}")]
     return svg(left + width + 290, top + height + 32, parts)
 
 
 def main() -> None:
     trees = read_trees(str(RESULTS / "group.jsonl"), Question)
     write_text(str(RESULTS / "group.svg"), group(trees))
-    arms = {name: [run["reward"] for run in runs]
-            for name, runs in read_json(str(RESULTS / "main.json")).items()
-            if isinstance(runs, list)}
-    write_text(str(RESULTS / "curve.svg"), curves(arms))
+    for source, key, what, picture in (
+            ("main", "reward", "reward", "curve"),
+            ("requests", "score_d1", "share of children that are right", "children")):
+        arms = {name: [run[key] for run in runs]
+                for name, runs in read_json(str(RESULTS / f"{source}.json")).items()
+                if isinstance(runs, list)}
+        write_text(str(RESULTS / f"{picture}.svg"), curves(arms, what))
 
 
 if __name__ == "__main__":
