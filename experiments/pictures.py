@@ -99,7 +99,8 @@ def curves(arms: dict[str, list[list[float]]], what: str) -> str:
         # A run that ended early, with nothing left to learn from, stays where it was.
         whole = [run + run[-1:] * (steps - len(run)) for run in runs]
         mean = [fmean(values) for values in zip(*whole)]
-        parts += [path(run, f'stroke="{colour}" opacity="0.35"') for run in runs]
+        if len(runs) > 1:
+            parts += [path(run, f'stroke="{colour}" opacity="0.35"') for run in runs]
         parts += [path(mean, f'stroke="{colour}" stroke-width="3"'),
                   text(left + width + 12, top + 20 + 20 * i, f"{name}, runs: {len(runs)}",
                        f'fill="{colour}"')]

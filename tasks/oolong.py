@@ -73,20 +73,17 @@ def read(row):
     `labels`: those of the lines, in order. With the type LABELS the answer is
     {line: label}."""
     kind = field(row, "answer_type").removeprefix("ANSWER_TYPE.")
-    if kind == "LABELS":
-        value = field(row, "answer", dict)
-    else:
-        value = as_value(kind, field(row, "answer").strip("[]'\""))
+    value = field(row, "answer", dict if kind == "LABELS" else str)
+    if kind != "LABELS":
+        value = value.strip("[]'\"")
+    if kind == "DATE":
+        value = str(datetime(*map(int, re.findall("[0-9]+", value))).date())
+    if kind == "NUMERIC":
+        value = str(int(value))
     gold = {"type": kind, "value": value}
     if "labels" in row:
         gold["labels"] = field(row, "labels", list)
     return field(row, "question"), field(row, "context_window_text"), gold
-
-
-def as_value(kind: str, text: str) -> str:
-    if kind == "DATE":
-        return str(datetime(*map(int, re.findall("[0-9]+", text))).date())
-    return str(int(text)) if kind == "NUMERIC" else text
 
 
 # A root: children label some lines each. With keys a line that one leaves out shifts none.
