@@ -18,11 +18,12 @@ and name the labels: it answers {key: label}. Join the answers with update, then
 and count in code. Return the answer alone, as asked for."""
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 
-# A child prints four lines at most; long lists take many children.
-TINY = {"max_turns": 2, "turn_tokens": 256, "max_nodes": 401,
+# A child prints four lines at most. Lists of 96 lines fit at one line per child. More nodes
+# are for --rlm: fewer such trees grow at once.
+TINY = {"max_turns": 2, "turn_tokens": 256, "max_nodes": 97,
         "limits": {"output_chars": 400}}
-AFTER_SCRIPTS = {"max_turns": 2, "turn_tokens": 320, "max_nodes": 401,
-                 "tree_tokens": 40_000, "limits": {"output_chars": 400}}
+AFTER_SCRIPTS = TINY | {"style": "brief", "turn_tokens": 320, "window": 1024,
+                        "tree_tokens": 40_000}
 
 PHRASES = ("more common", "less common", "same frequency")
 DATE_FORMS = ("%Y-%m-%d", "%m/%d/%Y", "%b %d, %Y", "%B %d, %Y")
