@@ -18,8 +18,8 @@ and name the labels: it answers {key: label}. Join the answers with update, then
 and count in code. Return the answer alone, as asked for."""
 FIELDS = ("question", "context_window_text", "answer", "answer_type")
 
-# A child prints four lines at most. Lists of 96 lines fit at one line per child. More nodes
-# are for --rlm: fewer such trees grow at once.
+# A child prints four lines at most. With one line per child, lists of 96 lines fit. Longer
+# ones take more nodes (--rlm), and then fewer trees grow at once.
 TINY = {"max_turns": 2, "turn_tokens": 256, "max_nodes": 97,
         "limits": {"output_chars": 400}}
 AFTER_SCRIPTS = TINY | {"style": "brief", "turn_tokens": 320, "window": 1024,
