@@ -103,23 +103,24 @@ labels = [answers.get(k) for k in keys]
 named = [part.partition("'")[0] for part in question.split("label '")[1:]]
 """
 ANSWERS = {  # by what its question has
-    "{line: label}": "FINAL(answers)",
+    "{line: label}": "result = answers",
     "same frequency": """\
 first, second = labels.count(named[0]), labels.count(named[1])
-FINAL("more common than" if first > second else
-      "less common than" if first < second else "same frequency as")""",
+result = 'more common than' if first > second else 'less common than'
+if first == second:
+    result = 'same frequency as'""",
     "which user": """\
 have = [lines[int(k)][1] for k in keys if answers.get(k) == named[0]]
-FINAL(max(have, key=have.count, default=""))""",
-    "label '": "FINAL(labels.count(named[0]))",
-    "least common": "FINAL(min(names.split(', '), key=labels.count))",
-    "": "FINAL(max(names.split(', '), key=labels.count))"}
+result = max(have, key=have.count, default='')""",
+    "label '": "result = labels.count(named[0])",
+    "least common": "result = min(names.split(', '), key=labels.count)",
+    "": "result = max(names.split(', '), key=labels.count)"}
 
 
 def root_code(query: str, size: int, asked: str) -> str:
     some = " if line[1][6:] in users" if " IDs " in query else ""
-    answer = next(code for has, code in ANSWERS.items() if has in query)
-    return SPLIT.format(some=some, size=size, asked=asked) + answer
+    lines = next(code for has, code in ANSWERS.items() if has in query)
+    return SPLIT.format(some=some, size=size, asked=asked) + lines + "\nFINAL(result)"
 
 
 # Good and bad scripts mixed: a root that asks about all pieces, or about the first; a child
