@@ -37,10 +37,7 @@ def load_config(model_dir: str, positions: float = math.inf, sandbox: str = "aut
     the model's positions. `sandbox` depends on this machine, so no file sets it."""
     config, saved = RLMConfig(), Path(model_dir, "rlm.json")
     if model_dir and saved.exists():
-        values = read_json(saved)
-        if "seconds" in values:  # its name in earlier versions
-            values["tree_seconds"] = values.pop("seconds")
-        config = changed(config, values, saved)
+        config = changed(config, read_json(saved), saved)
     if not config.task:
         config = changed(config, suited, "AFTER_SCRIPTS")
     if rlm_file:

@@ -18,7 +18,6 @@ Trees are stored as JSON lines and shown to people as indented text. Left out: h
 grow (rlm.py), and what is computed with their tokens (model.py, sampler.py, grpo.py).
 """
 import json
-import math
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -50,11 +49,6 @@ class Sampling:
     fewest most likely tokens whose probabilities reach top_p."""
     temperature: float = 1.0
     top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and 0 <= self.top_p <= 1):
-            raise ValueError(f"the temperature is {self.temperature}, top-p {self.top_p}: "
-                             "the first is at least 0, the second between 0 and 1")
 
 
 @dataclass(frozen=True)

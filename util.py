@@ -64,10 +64,7 @@ def reading(path: str):
 def read_json(path: str) -> dict:
     """The object in a file. Raises OSError, or ValueError that names the file."""
     with open(path, encoding="utf-8") as file, reading(path):
-        try:
-            value = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from None
+        value = json.load(file)
         if not isinstance(value, dict):
             raise ValueError("no JSON object")
         return value

@@ -97,10 +97,6 @@ def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
     missing = [field for field in NUMBERS + LINEAR * bool(hybrid) if not raw.get(field)]
     if missing:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
-    if hybrid and (raw["linear_num_value_heads"] % raw["linear_num_key_heads"]
-                   or raw["linear_conv_kernel_dim"] < 2):
-        raise ValueError(f"{path}: linear_num_value_heads is no multiple of "
-                         "linear_num_key_heads, or linear_conv_kernel_dim is less than 2")
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     raw.setdefault("tie_word_embeddings", False)
     return raw

@@ -170,7 +170,7 @@ def test_what_is_not_known_is_refused_in_one_line(tiny, tmp_path, change, words)
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("tokenizer.json", "{not json", "not JSON"), ("chat_template.jinja", "<s>", "ChatML")])
+    ("tokenizer.json", "{not json", "JSON"), ("chat_template.jinja", "<s>", "ChatML")])
 def test_other_files_that_do_not_fit_are_named(tiny, tmp_path, name, content, words):
     tiny.save(tmp_path)
     (tmp_path / name).write_text(content)

@@ -1,5 +1,4 @@
 """Trees: what a node holds, how a tree is stored, and how it is shown."""
-import math
 import os
 import unicodedata
 from pathlib import Path
@@ -7,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks import Question
-from tree import (Node, Tree, Sampling, Message, printable, read_trees, render,
-                  write_trees)
+from tree import Message, Node, Tree, printable, read_trees, render, write_trees
 
 HOSTILE = "a\x1b[2J\x07\x00\r\x08\x9b31m\u202e\u2028\x85\x0b\x1c\x7fz\udc80"
 
@@ -74,14 +72,6 @@ def test_a_line_that_is_no_tree_is_named(tmp_path, bad):
     path.write_bytes(path.read_bytes() + bad + b"\n")
     with pytest.raises(ValueError, match=f"^{path} line 2: .*$"):
         read_trees(str(path))
-
-
-@pytest.mark.parametrize("temperature, top_p", [
-    (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0),
-    (1.0, -1.0), (1.0, math.nan), (1.0, 2.0)])
-def test_a_sampling_that_means_nothing_is_refused(temperature, top_p):
-    with pytest.raises(ValueError, match="^[^\n]+$"):
-        Sampling(temperature, top_p)
 
 
 def test_what_a_model_wrote_cannot_drive_the_terminal():
