@@ -100,19 +100,21 @@ for answer in rlm_query_batched("Label each text: " + names, parts{asked}):
     if isinstance(answer, dict):
         answers.update(answer)
 labels = [answers.get(k) for k in keys]
+"""
+NAMED = """\
 named = [part.partition("'")[0] for part in question.split("label '")[1:]]
 """
 ANSWERS = {  # by what its question has
     "{line: label}": "result = answers",
-    "same frequency": """\
+    "same frequency": NAMED + """\
 first, second = labels.count(named[0]), labels.count(named[1])
 result = 'more common than' if first > second else 'less common than'
 if first == second:
     result = 'same frequency as'""",
-    "which user": """\
+    "which user": NAMED + """\
 have = [lines[int(k)][1] for k in keys if answers.get(k) == named[0]]
 result = max(have, key=have.count, default='')""",
-    "label '": "result = labels.count(named[0])",
+    "label '": NAMED + "result = labels.count(named[0])",
     "least common": "result = min(names.split(', '), key=labels.count)",
     "": "result = max(names.split(', '), key=labels.count)"}
 
