@@ -17,7 +17,7 @@ from util import read_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
 GREY = "#808080"
-COLOURS = ("#2f7fd8", "#2f9e6e", "#d8622f", "#9a5fd0")
+COLOURS = ("#2f7fd8", "#2f9e6e", "#d8622f", "#9a5fd0", "#c9a227")
 SPAN = 5  # steps in the moving average
 NODE_WIDTH, LEVEL = 16, 46  # of a child, and from a root to its children
 COLUMN, ROW = 150, 110  # of one tree
