@@ -2,8 +2,7 @@
 
 Full prompts are for pretrained models: they explain, and show an example conversation that
 nobody sampled. Brief ones are for models made from nothing, which know from a warm-up what
-to do. `config` is a config.RLMConfig. A task adds its own pieces (docs/extending.md). What
-each piece is worth on a real model is in docs/results.md.
+to do. `config` is a config.RLMConfig. A task adds its own pieces (docs/extending.md).
 """
 import json
 import re
