@@ -57,18 +57,17 @@ class RLM:
         self.seed, self.task = seed, task
         self.lock = threading.Lock()  # the sampler serves one event loop at a time
 
-    def completion(self, query: str, context: Any, verbose: bool = False) -> Any:
+    def completion(self, query: str, context: Any) -> Any:
         """The answer: any JSON value, or None. Threads take turns. Where an event loop
         runs, as in a notebook, await acompletion."""
         with self.lock:
-            return asyncio.run(self.acompletion(query, context, verbose))
+            return asyncio.run(self.acompletion(query, context))
 
-    async def acompletion(self, query: str, context: Any, verbose: bool = False) -> Any:
+    async def acompletion(self, query: str, context: Any) -> Any:
         task = tasks.asked_as(trained_task(self.config, self.task))
         question = tasks.checked("question", task, (query, json_value(context), None))
-        policy = aloud(self.policy) if verbose else self.policy
         self.trace = await grow(
-            question, policy, self.tokenizer, self.config, (self.seed,))
+            question, self.policy, self.tokenizer, self.config, (self.seed,))
         return self.trace.answer
 
 

@@ -114,7 +114,7 @@ def listed(text: str) -> list[str]:
 
 def lengths_of(text: str) -> list[int | None]:
     """[8000, 1000000] of "8000,1m"; None is the usual length. Raises ValueError."""
-    if not re.fullmatch(r"(\d+[km]?(,|$))*", text):
+    if not re.fullmatch(r"(\d+[km]?(,\d+[km]?)*)?", text):
         raise ValueError(f"--lengths cannot be {text!r}")
     return [int(part.replace("k", "000").replace("m", "000000"))
             for part in listed(text)] or [None]

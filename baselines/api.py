@@ -50,9 +50,7 @@ class API:
             usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
             if not all(type(n) is int and 0 <= n < 10 ** 9 for n in usage.values()):
                 raise ValueError(f"usage {usage}")
-            text = choice.message.content
-            if not isinstance(text, str):  # in parts, or there is none
-                text = "".join(part["text"] for part in ([] if text is None else text))
+            text = choice.message.content or ""
             stop = "length" if choice.finish_reason == "length" else "stop"
             return Completion(text, stop=stop, usage=usage)
         except MISREAD as error:

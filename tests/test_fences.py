@@ -25,15 +25,12 @@ LOADERS = {"import_module", "__import__", "load", "load_file", "load_function", 
            "run_module"}
 
 
-def imports(path, inside_functions=True):
+def imports(path):
     """The modules that a file imports, as "engine.pages" or "json": by statements, and by
     a text that a call to one of LOADERS gets."""
     found, stack = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while stack:
         node = stack.pop()
-        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if function and not inside_functions:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -80,13 +77,6 @@ def test_no_two_files_need_each_other():
         name = name.removesuffix(".__init__")
         needs[name] = {other for other in imports(path) if other != name}
     TopologicalSorter(needs).prepare()  # CycleError names a circle
-
-
-def test_baselines_are_loaded_where_they_are_asked_for_and_experiments_by_nobody():
-    for path in HOUSE:
-        if path.parent.name not in ("baselines", "experiments"):
-            assert "experiments" not in rooms(imports(path)), path.name
-            assert "baselines" not in rooms(imports(path, inside_functions=False))
 
 
 def test_no_default_run_needs_baselines_or_experiments(short_run, tmp_path, monkeypatch):

@@ -200,7 +200,8 @@ def test_gradients_are_those_of_trl_on_trees_of_one_node(switches, theirs, float
     reference_BT = old_BT + 0.3 * torch.randn(tool_BT.shape)
 
     old_N, reference_N, new_N = (x[tool_BT.bool()] for x in (old_BT, reference_BT, new_BT))
-    pack = replace(pack, old_logprobs=old_N, sampler=old_N, reference_logprobs=reference_N)
+    pack = replace(pack, old_logprobs=old_N, sampler_logprobs=old_N,
+                   reference_logprobs=reference_N)
     policy_loss(new_N, torch.zeros(len(new_N)), pack, config)[0].backward()
     ours, new_BT.grad = new_BT.grad, None
 

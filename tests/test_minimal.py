@@ -11,7 +11,7 @@ import torch
 import minimal
 from conftest import command
 from engine.packing import collate
-from grpo import (LENGTH_CONSTANT, GRPOConfig, advantages, credit, make_sequences,
+from grpo import (LENGTH_CONSTANT, GRPOConfig, credit, make_sequences,
                   policy_loss)
 from tree import Message, Node, Tree
 
@@ -180,35 +180,6 @@ def test_whatever_the_vocabulary_can_say_comes_to_an_end():
 
 
 # --- the loss -----------------------------------------------------------------------------
-
-def uneven(rng, depth=0):
-    """A tree of up to four levels in which every node wrote something."""
-    node = minimal.Node("Kind?", "", depth)
-    writes(node, "context " * rng.randint(1, 3))
-    count = rng.randint(0, 3) if depth < 3 else 0
-    node.children = [uneven(rng, depth + 1) for _ in range(count)]
-    return node
-
-
-def test_advantages_and_weights_are_those_of_grpo(model):
-    rng = random.Random(1)
-    roots = [uneven(rng) for _ in range(2 * minimal.GROUP)]
-    rewards = torch.rand(len(roots), dtype=torch.float64)
-    rewards[:minimal.GROUP] = 0.1  # a group without a signal
-    trees = as_trees(model, roots, rewards)
-    ours = minimal.advantages(rewards)
-    assert ours == pytest.approx(advantages(trees, GRPOConfig()), abs=1e-12)
-
-    theirs = credit(trees, GRPOConfig())
-    for root, tree, advantage in zip(roots, trees, ours):
-        nodes = [*minimal.inherit(root, advantage)]
-        others = tree.root.walk()
-        for (node, inherited, weight), other in zip(nodes, others, strict=True):
-            assert theirs[other].advantages == pytest.approx([inherited], abs=1e-12)
-            assert theirs[other].weight == weight
-            below = [w for child, _, w in nodes if child in node.children]
-            assert not below or sum(below) == pytest.approx(weight)
-
 
 @pytest.mark.parametrize("who", ["all", "roots"])
 def test_loss_and_gradient_are_those_of_grpo(who, model):

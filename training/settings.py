@@ -35,12 +35,7 @@ PRETRAINED = Defaults(warmup_steps=120, warmup_lr=1e-5, warmup_nodes=8, lr=1e-6,
 def by_checkpoint(name: str) -> str:
     """What the help says of such a default."""
     made, pretrained = getattr(SCRATCH, name), getattr(PRETRAINED, name)
-    text = f"{made:g} for a model made here, else {pretrained:g}"
-    if name in ("lr", "warmup_lr"):
-        times = f"{SCRATCH.adapters:g} and " if name == "lr" else ""
-        text += f"; adapters {times}{PRETRAINED.adapters:g} times that"
-        text += f"; more for pretrained models narrower than {WIDE:,}"
-    return text
+    return f"{made:g} for a model made here, else {pretrained:g}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,8 @@ class UpdateConfig:
     group: int = flag(
         8, "trees per question; their mean reward is the baseline", 2, common=True)
     lr: float = flag(
-        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth", ABOVE_ZERO,
+        float(BY_CHECKPOINT), "peak rate, falls linearly to a tenth; higher for adapters "
+        "and narrow models (docs/training.md)", ABOVE_ZERO,
         common=True, shown=by_checkpoint("lr"))
     lora_rank: int = flag(
         0, "train LoRA adapters of this rank; 0: all weights", common=True)
