@@ -533,11 +533,12 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
         kept = [[tree.root.ids for tree in read_trees(path)] for path in (got, want)]
         assert kept[0] == kept[1]
     for got, want in zip(lines(out), lines(straight)):
-        for key in ("phase", "step", "reward", "score", "sequences", "tokens",
-                    "sequence_tokens"):
+        for key in ("phase", "step", "reward", "score"):
             assert got.get(key) == want.get(key), key
         if want["phase"] == "grpo":
             assert want["grad_norm"] > 0
+            for key in ("sequences", "tokens", "sequence_tokens"):
+                assert got[key] == want[key], key
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
     gains = [json.loads((path / "result.json").read_text())["differences"]
