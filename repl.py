@@ -288,7 +288,7 @@ class Worker:
         except Final:
             return ""
         except BaseException as error:
-            return cut(short_traceback(error), self.limits.output_chars)
+            return short_traceback(error, self.limits.output_chars)
         return ""
 
     def look_at_answer(self) -> None:
@@ -409,8 +409,9 @@ PYTHON = dict(vars(python_builtins))  # as it was before any code ran
 BUILTINS = [name for name in vars(Builtins) if not name.startswith("_")]
 
 
-def short_traceback(error: BaseException) -> str:
-    """The exception, and above it the lines of the model's own code that led there."""
+def short_traceback(error: BaseException, most: int) -> str:
+    """The exception, and above it the lines of the model's own code that led there. If
+    that has more than `most` characters, the exception's last line alone."""
     stack = traceback.extract_tb(error.__traceback__)
     own = [entry for entry in stack if re.fullmatch(r"<repl \d+>", entry.filename)]
     lines = [f'  File "<repl>", line {e.lineno}, in {e.name}\n    {e.line}' for e in own]
@@ -418,5 +419,8 @@ def short_traceback(error: BaseException) -> str:
         lines = [*lines[:4], f"  ... [{len(lines) - 8} frames cut]", *lines[-4:]]
     if lines:
         lines.insert(0, "Traceback (most recent call last):")
-    lines.append("".join(traceback.format_exception_only(error)).rstrip())
-    return re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', "\n".join(lines))
+    exception = traceback.format_exception_only(error)
+    shown = "\n".join([*lines, "".join(exception).rstrip()])
+    if len(shown) > most:
+        shown = exception[-1].rstrip()
+    return cut(re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', shown), most)

@@ -96,6 +96,9 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     assert "repl.py" not in two.error and "tools" not in two.error
     assert "SyntaxError" in three.error
     assert "RecursionError" in four.error and len(four.error) < 1000
+    undefined, syntax = run("contxt", "for", output_chars=60)  # too few for the lines above
+    assert undefined.error.startswith("NameError: name 'contxt' is not defined")
+    assert syntax.error == "SyntaxError: invalid syntax"
 
 
 def test_builtins_are_put_back():
