@@ -23,7 +23,7 @@ from rlm import grow, local_policy
 from sandbox.protocol import json_value
 from tasks import Question
 from tasks.common import as_text, estimated_tokens
-from tree import ENDS, Completion, Lost, Node, Refused, Sampling, printable
+from tree import ENDS, Completion, Node, Refused, Sampling, printable
 from util import flag
 
 SHOWN = 2000  # characters that a person is shown of what a node reads
@@ -156,7 +156,9 @@ def main() -> None:
             {"what is asked": Asked, "who answers": Answering})
         question = question_of(flags)
         root = ask(flags, question)
-    except (OSError, ValueError, ImportError, RuntimeError, Refused, Lost) as error:
+    except KeyboardInterrupt:
+        sys.exit("ask.py: interrupted")
+    except (OSError, ValueError, ImportError, RuntimeError, Refused) as error:
         if util.is_theirs(error):
             raise
         sys.exit(f"ask.py: {error}")

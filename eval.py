@@ -31,7 +31,6 @@ from ask import Answering, policy_of
 from config import RLMConfig, load_config, trained_task
 from repl import REPLError, trees_at_once
 from rlm import grow
-from sampler import SamplerError
 from tasks import Question
 from training.questions import heldout_questions, read, split
 from training.scripts import message_of, scripted
@@ -176,9 +175,7 @@ async def answer(method: str, question: Question, policy, tokenizer, config: RLM
 def measure(flags: EvalConfig) -> None:
     """Put every question to every method, and print the scores."""
     config = load_config(flags.model, math.inf, flags.sandbox, flags.rlm)
-    specs = listed(flags.tasks) or [trained_task(config)]
-    if flags.data and not flags.tasks and not hasattr(tasks.load(config.task), "read"):
-        specs = [""]  # what it was trained on reads no files: the rows decide
+    specs = listed(flags.tasks) or ["" if flags.data else trained_task(config)]
     loaded = [tasks.load(spec, flags.data) for spec in specs]
     asked = {tasks.name_of(task): task for task in loaded}
     for name in asked:
@@ -251,7 +248,7 @@ def main() -> None:
             {"what is asked": Evaluation, "who answers": Answering}))
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
-    except (OSError, ValueError, ImportError, SamplerError, REPLError) as error:
+    except (OSError, ValueError, ImportError, REPLError) as error:
         if util.is_theirs(error):
             raise
         sys.exit(f"eval.py: {error}")

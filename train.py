@@ -22,6 +22,7 @@ again, float16 with a scaled loss; none was better.
 """
 import asyncio
 import math
+import os
 import random
 import statistics
 import sys
@@ -45,7 +46,7 @@ from model import Decoder
 from prompts import opening
 from repl import REPLError
 from rlm import local_policy
-from sampler import Sampler, SamplerError
+from sampler import Sampler
 from tasks import Question
 from training import settings
 from training.metrics import Clock, Watch, of_steps, shares, shorten
@@ -70,7 +71,7 @@ def main() -> None:
             "Train a recursive language model.", Config, GROUPS, flags_of_run)
         train(config, world)
         world.close()
-    except (OSError, ValueError, FloatingPointError, REPLError, SamplerError) as error:
+    except (OSError, ValueError, FloatingPointError, REPLError) as error:
         if util.is_theirs(error):
             raise
         rank = f"rank {world.rank}: " if world.size > 1 else ""
@@ -78,7 +79,9 @@ def main() -> None:
             rank += "all hosts need one directory --out: "
         sys.exit(f"train.py: {rank}{error}")
     except KeyboardInterrupt:
-        sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")
+        begun = os.path.exists(os.path.join(config.out, "run.json"))
+        more = f"; continue with: {resuming(config, world)}" if begun else ""
+        sys.exit(f"train.py: interrupted{more}")
 
 
 def train(config: Config, world: World) -> None:
@@ -118,9 +121,9 @@ def objective_of(config: Config) -> tuple[Callable, Callable]:
     elif config.objective != "grpo":
         from baselines import objectives
 
-        if config.objective not in objectives.READS:
+        if config.objective not in objectives.NAMES:
             raise ValueError(f"objective is {config.objective!r}; it can be grpo, "
-                             f"{', '.join(objectives.READS)} or path/to/file.py")
+                             f"{', '.join(objectives.NAMES)} or path/to/file.py")
         objectives.check_switches(config)
         objective = getattr(objectives, config.objective)
     return objective, loss
@@ -168,7 +171,7 @@ def imitate(nodes: list[Node], setup: Setup, model: Decoder) -> float:
     sequences = [Sequence(node.ids, node.mask, [], [], 1) for node in nodes]
     tokens = sum(node.sampled for node in nodes)
     total = 0.0
-    for pack in packing.packs(sequences, setup.pack_size, setup.world, DEVICE):
+    for pack in packing.packs(sequences, setup.plan.pack_size, setup.world, DEVICE):
         logprobs, _ = model.logprobs(pack)
         loss = -logprobs.sum() / tokens
         (loss * setup.world.size).backward()  # FSDP averages over the ranks
@@ -252,7 +255,7 @@ def update(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | None
     config, world, lr = setup.config, setup.world, learning_rate(setup.config, run.state)
     batches = [sequences for sequences in batches if sequences]
     packs_of = [[grpo.with_references(pack, config, model, reference)  # before any step
-                 for pack in packing.packs(sequences, setup.pack_size, world, DEVICE)]
+                 for pack in packing.packs(sequences, setup.plan.pack_size, world, DEVICE)]
                 for sequences in batches]
     steps = []
     for sequences, packs in zip(batches, packs_of):

@@ -129,8 +129,8 @@ def read_flags(description: str, config_type, groups, earlier=lambda args: {}):
         for f in fields(group_type):
             _add(common if f.metadata["common"] else group, f)
     # A resumed run takes its flags from a file; those that are given now still win.
-    made.set_defaults(**earlier(made.parse_args()))
-    args = vars(made.parse_args())
+    made.set_defaults(**earlier(made.parse_intermixed_args()))
+    args = vars(made.parse_intermixed_args())
     return config_type(**{f.name: args[f.name] for f in fields(config_type)})
 
 

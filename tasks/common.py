@@ -141,16 +141,6 @@ def field(row: dict, name: str, kind=str):
 # ------------------------------------------------------------------------------------------
 # The REPL: tools of model code, and code as a model's message
 
-def list_papers(ctx):
-    """[(id, title)] of a dict of papers."""
-    return [(i, t.split("\n", 1)[0].removeprefix("### PAPER: ")) for i, t in ctx.items()]
-
-
-def get_paper_abstract(ctx, id):
-    """The abstract of one paper of a dict of papers."""
-    return ctx[id].partition("<abstract>")[2].partition("</abstract>")[0]
-
-
 def search(text, keyword, window=300, bidirectional=True):
     """Passages around each occurrence of keyword (any case), widened to whole sentences,
     verbatim; window=0 gives just the sentences that contain it. Of a dict of papers: a
@@ -184,14 +174,7 @@ def search(text, keyword, window=300, bidirectional=True):
     return [text[a:b].strip() for a, b in passages]
 
 
-def extract_section(snippet, start, end):
-    """The part from the first start to the next end, both included; "" if not there."""
-    at = snippet.find(start)
-    stop = snippet.find(end, at + len(start)) if at >= 0 else -1
-    return snippet[at:stop + len(end)] if stop >= 0 else ""
-
-
-TOOLS = (list_papers, get_paper_abstract, search, extract_section)
+TOOLS = (search,)  # of a question about a user's own files
 
 
 def help_of(tools: Iterable[Callable]) -> str:

@@ -9,9 +9,9 @@ import json
 import re
 from dataclasses import replace
 
-from tasks.common import TOOLS  # noqa: F401  its tools are those
 from tasks.common import (ADJECTIVES, ALONE, LETTERS, NOUNS, Example, block, field,
-                          how_many, make_sentence, make_term, pick, strings_in, word_of)
+                          how_many, make_sentence, make_term, pick, search, strings_in,
+                          word_of)
 
 READING = """\
 The answer is a list of strings: the sentences that answer the question, copied exactly, \
@@ -36,6 +36,26 @@ FINAL(rlm_query_batched(question + "{ALONE}", parts))""",
 FIELDS = ("question", "papers", "evidence")
 TOKENS = 4_970  # 34 papers
 PAPER_TOKENS = (66 * 7 + 122.6) / 4  # on average
+
+
+def list_papers(ctx):
+    """[(id, title)] of a dict of papers."""
+    return [(i, t.split("\n", 1)[0].removeprefix("### PAPER: ")) for i, t in ctx.items()]
+
+
+def get_paper_abstract(ctx, id):
+    """The abstract of one paper of a dict of papers."""
+    return ctx[id].partition("<abstract>")[2].partition("</abstract>")[0]
+
+
+def extract_section(snippet, start, end):
+    """The part from the first start to the next end, both included; "" if not there."""
+    at = snippet.find(start)
+    stop = snippet.find(end, at + len(start)) if at >= 0 else -1
+    return snippet[at:stop + len(end)] if stop >= 0 else ""
+
+
+TOOLS = (list_papers, get_paper_abstract, search, extract_section)
 
 
 def make(rng, tokens=None, heldout=False):

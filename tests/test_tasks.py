@@ -15,8 +15,8 @@ from conftest import PAPERS
 import tasks
 import util
 from tasks import Question, evidence, score_of
-from tasks.common import (extract_section, get_paper_abstract, help_of, list_papers, search,
-                          source)
+from tasks.common import help_of, search, source
+from tasks.evidence import extract_section, get_paper_abstract, list_papers
 from training.questions import Questions, read, split
 from training.scripts import script_policy
 from tree import Node

@@ -244,9 +244,8 @@ def test_a_step_that_forgets_too_much_is_shortened(
 
 def watch_of(model, rows, dtype):
     """It has seen the rows in other packs than those of its own."""
-    plan, world = SimpleNamespace(dtype=dtype), World()
-    watch = metrics.Watch(model, rows, SimpleNamespace(
-        plan=plan, world=world, pack_size=packing.PackSize(2000)))
+    plan, world = SimpleNamespace(dtype=dtype, pack_size=packing.PackSize(2000)), World()
+    watch = metrics.Watch(model, rows, SimpleNamespace(plan=plan, world=world))
     for pack in packing.packs(rows, packing.PackSize(400), world, "cpu"):
         logprobs, _ = model.logprobs(pack)
         watch.note(pack, logprobs, logprobs.sum(), {"gap": logprobs.detach()})
@@ -459,11 +458,13 @@ def test_adapters_are_continued_on_the_weights_that_they_belong_to(
     ({"model": "M", "warmup": "F", "lora_rank": 16}, 2560, (120, 2e-4, 2e-5)),
     ({"model": "M", "lora_rank": 16}, 1280, (0, 4e-4, 8e-5)),
     ({"model": "M"}, 1280, (0, 1e-5, 2e-6)),
+    ({"model": "M", "warmup_steps": 3}, 4096, (3, 1e-5, 1e-6)),
     ({"model": "M", "warmup": "scripts"}, 128, (1000, 3e-3, 1.4e-3))])
 def test_defaults_suit_the_checkpoint(flags, width, want):
     """What was pretrained gets no scripts that it did not ask for, and small steps."""
     config = settings.filled_in(train.Config(**flags), width)
     assert (config.warmup_steps, config.warmup_lr, config.lr) == pytest.approx(want)
+    assert bool(config.warmup) == bool(config.warmup_steps)  # what is imitated has a name
 
 
 @pytest.mark.parametrize("warmup, trees", [

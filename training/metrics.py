@@ -14,9 +14,9 @@ taken back. TRPO (1502.05477) searches along its step in the same way, for a sma
 mean KL per token does not tell the two apart (docs/results.md): it counts each token alike,
 and what bad nodes wrote is to be forgotten.
 
-Layers in bfloat16 round otherwise after any step, however short. Of N tokens that changes
-the sum of the log-probabilities by about ROUNDING * sqrt(N), up or down. What a node would
-lose by this alone, in the mean, is subtracted.
+After any step, however short, layers in bfloat16 round differently. For N tokens that
+changes the sum of the log-probabilities by about ROUNDING * sqrt(N), up or down. What a
+node would lose by this alone, in the mean, is subtracted.
 
 Left out: held-out scores (scores.py), and the loss itself (grpo.py).
 """
@@ -138,7 +138,7 @@ class Watch:
         self.model, self.world = model, setup.world
         self.rounding = ROUNDING if setup.plan.dtype == torch.bfloat16 else 0.0
         self.sequences = good_sequences(sequences)
-        self.packs = packing.packs(self.sequences, setup.pack_size, self.world, DEVICE)
+        self.packs = packing.packs(self.sequences, setup.plan.pack_size, self.world, DEVICE)
         self.places = {id(sequence): i for i, sequence in enumerate(self.sequences)}
         self.before = {}  # place of a sequence -> its log-probability, of this rank's packs
         self.sums = Counter()  # of this rank's packs, then of all

@@ -130,7 +130,10 @@ def filled_in(config: Config, width: int) -> Config:
             values["warmup_steps"] = 0
     missing = {name: value for name, value in values.items()
                if getattr(config, name) == BY_CHECKPOINT}
-    return replace(config, **missing)
+    config = replace(config, **missing)
+    if config.warmup_steps and not config.warmup:
+        config = replace(config, warmup="scripts")
+    return config
 
 
 def described(config: Config, rlm_config, plan) -> str:

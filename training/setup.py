@@ -20,7 +20,6 @@ import util
 from config import RLMConfig, changed, load_config, trained_task
 from engine import hf, parallel
 from engine.device import DEVICE
-from engine.packing import PackSize
 from engine.parallel import World
 from engine.plan import MOST_REQUESTS, Plan, free_memory, plan_of
 from model import Decoder, DecoderConfig
@@ -61,7 +60,6 @@ class Setup:
     loss: Callable  # of a token: grpo.clipped_loss, or that of the objective
     tracker: Callable | None  # what gets each row of metrics.jsonl; on rank 0
     plan: Plan
-    pack_size: PackSize  # of the forward passes of an update
     defaults: Defaults  # what no flag says
     tokenizer: Tokenizer
     rlm_config: RLMConfig
@@ -120,7 +118,7 @@ def prepare(config: Config, world: World, objective: Callable,
     rlm_config = replace(rlm_config, task=name, window=plan.window)
     defaults = settings.defaults(shape.hidden_size)
     setup = Setup(config, world, began, questions, reward, objective, loss, tracker, plan,
-                  plan.pack_size, defaults, tokenizer, rlm_config, saved)
+                  defaults, tokenizer, rlm_config, saved)
     print_start(setup, wanted)
     if not config.plan and not plan.fits(world.size):
         raise ValueError(f"the run does not fit into {readable(have)} of memory: take "
