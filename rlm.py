@@ -259,6 +259,6 @@ def local_policy(sampler, tokenizer, sampling: Sampling = Sampling()):
 
         done = await sampler.generate(prompt, max_tokens, sampling=sampling,
                                       stop=tokenizer.stop_ids, is_over=is_over, key=key)
-        ids = done.ids[:-1] if done.stop == "stop" else done.ids
+        ids = done.ids[:-1] if done.ids[-1] in tokenizer.stop_ids else done.ids
         return replace(done, text=tokenizer.decode(ids))
     return policy

@@ -53,10 +53,6 @@ CHUNK = 128  # tokens of the vocabulary
 SMALL_MODEL = 10_000_000  # parameters
 
 
-class SamplerError(Lost):
-    """A request could not be served."""
-
-
 @dataclass(eq=False)
 class Request:
     ids: list[int]  # the prompt, then what was sampled
@@ -127,13 +123,12 @@ class Sampler:
         after each token.
 
         `logprobs` are those at temperature 1. `key` seeds the sampling. Raises
-        SamplerError."""
+        tree.Lost where the request cannot be served."""
         if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
-            raise SamplerError("ids outside the model's vocabulary")
+            raise Lost("ids outside the model's vocabulary")
         room = self.window - len(ids)
         if room < 1:
-            raise SamplerError(
-                f"{len(ids)} tokens leave no room in a window of {self.window}")
+            raise Lost(f"{len(ids)} tokens leave no room in a window of {self.window}")
 
         seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
         n = min(max_tokens, room)
@@ -146,13 +141,8 @@ class Sampler:
         await done  # if this is cancelled, the engine's next step removes the request
 
         new = request.ids[len(ids):]
-        end = "length" if max_tokens <= room else "window"
-        if new[-1] in request.stop:
-            end = "stop"
-        elif is_over(request.ids):
-            end = "block"
         usage = {"prompt": len(ids), "sampled": len(new)}
-        return Completion("", tuple(new), tuple(request.logprobs), end, usage)
+        return Completion("", tuple(new), tuple(request.logprobs), usage)
 
     # --- the engine: everything below runs in one task ------------------------------------
 
@@ -169,7 +159,7 @@ class Sampler:
             self.waiting, self.running = [], []
             for request in lost:  # first: what follows fails as well if the device is lost
                 if not request.done.done():
-                    request.done.set_exception(SamplerError(f"engine failed: {error!r}"))
+                    request.done.set_exception(Lost(f"engine failed: {error!r}"))
             self._forget()
             for page in [page for r in lost for page in r.page_table]:
                 self.pool[:, :, page] = 0  # masks do not hide NaN from the next user
@@ -243,7 +233,7 @@ class Sampler:
             return False
         request.computed = n - rest
         if rest:
-            # If no other page is left, the new one is the old one, with its content.
+            # `new` may evict the old page and return it: then it still has its content.
             page = self.cache.new(request)
             self.pool[:, :, page, :rest] = self.pool[:, :, pages[full], :rest]
             self.cache.advance(request, rest)

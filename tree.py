@@ -57,7 +57,6 @@ class Completion:
     text: str
     ids: tuple[int, ...] = ()  # exactly as sampled, with the token that ended the message
     logprobs: tuple[float, ...] = ()  # one per id, at temperature 1
-    stop: str = "stop"  # why it ended: stop (end of turn), block, length or window
     usage: dict | None = None  # tokens: {"prompt": 90, "sampled": 12}
 
 
@@ -66,10 +65,10 @@ class Message:
     """One message of a conversation."""
     role: str  # system, user or assistant
     text: str
-    # The assistant's are exactly what was sampled. Those of others include the chat markup.
-    # The system's has none: the opening is encoded as one, and kept with the user's.
+    # The assistant's are exactly what was sampled, a user's include the chat markup. The
+    # system message has none: its ids are the first of the user message that follows.
     ids: tuple[int, ...] = ()
-    # Those of `ids`. None for a message that nobody sampled; () where a server gave none.
+    # One per id. None for a message that nobody sampled; () where a server gave none.
     logprobs: tuple[float, ...] | None = None
 
     @property

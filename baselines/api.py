@@ -50,9 +50,7 @@ class API:
             usage = {"prompt": used.prompt_tokens, "sampled": used.completion_tokens}
             if not all(type(n) is int and 0 <= n < 10 ** 9 for n in usage.values()):
                 raise ValueError(f"usage {usage}")
-            text = choice.message.content or ""
-            stop = "length" if choice.finish_reason == "length" else "stop"
-            return Completion(text, stop=stop, usage=usage)
+            return Completion(choice.message.content or "", usage=usage)
         except MISREAD as error:
             why = f"a reply that cannot be used, {error!r:.200}"
             raise Lost(f"{self.server['base_url']}: {why}") from None

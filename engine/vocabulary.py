@@ -86,7 +86,7 @@ def write_files(dir: Path, tokenizer) -> None:
     """What `read_files` and transformers read."""
     dir.mkdir(parents=True, exist_ok=True)
     decoder = tokenizer.config["added_tokens_decoder"]
-    # The reference gives an added token the id that the file says only if it is here.
+    # transformers gives an added token its id in the file only if `vocab` has it, too.
     vocab = tokenizer.vocab | {token["content"]: int(i) for i, token in decoder.items()}
     write_text(dir / "tokenizer.json", json.dumps({
         "version": "1.0",

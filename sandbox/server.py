@@ -26,7 +26,7 @@ from sandbox.isolation import (DESCRIPTORS, PARENT, REPLS, SET_NAME, Limits, San
 from sandbox.protocol import HEADER, frame, take_frame
 
 # What model code often imports. Each library slows down every fork, so asyncio and hashlib
-# (which loads OpenSSL) are not here. Neither is random: all workers would draw the same.
+# (which loads OpenSSL) are not here, nor the module random: all workers would draw alike.
 PRELOAD = (
     "bisect collections copy csv datetime difflib functools heapq math operator pprint "
     "re string textwrap unicodedata"

@@ -50,7 +50,7 @@ def test_credit_is_what_was_worked_out_by_hand(name, switches, advantages, weigh
         assert credit[n].weight == pytest.approx(weight), n.path
 
 
-@pytest.mark.parametrize("name", objectives.READS)
+@pytest.mark.parametrize("name", objectives.NAMES)
 def test_equal_rewards_and_a_lone_tree_carry_no_gradient_and_lost_trees_no_credit(name):
     objective, config = getattr(objectives, name), GRPOConfig(objective=name)
     # The mean of three times 0.35 is not 0.35.

@@ -135,7 +135,6 @@ def test_a_conversation_grows_at_its_end_and_mask_1_is_exactly_what_was_sampled(
 
     root = grown(watch, tokenizer=tiny)
     rows.append((root.ids, root.mask))
-    assert [c.stop for c in completions] == ["stop", "length", "stop", "stop"]
     assert len(completions[1].ids) == 5 and root.answer == "the context"
     for (ids, mask), (more_ids, more_mask) in zip(rows, rows[1:]):
         assert more_ids[:len(ids)] == ids and more_mask[:len(mask)] == mask

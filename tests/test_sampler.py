@@ -19,8 +19,8 @@ from engine.pages import token_bytes
 from engine.prefix import PrefixCache
 from engine.states import States, state_bytes
 from model import OffsetNorm, Decoder, DecoderConfig
-from sampler import Request, Sampler, SamplerError
-from tree import Sampling
+from sampler import Request, Sampler
+from tree import Lost, Sampling
 
 VOCAB, WINDOW = 29, 48
 GREEDY = Sampling(0)
@@ -306,10 +306,7 @@ def test_random_schedules_give_each_key_its_tokens_and_leave_no_page_behind(
         expected = {key: (ids, got.ids) for key, ids, _, got in quiet}
         for key, ids, n, got in crowded:
             assert 3 not in got.ids[:-1]
-            room = WINDOW - len(ids)
-            full = "length" if n <= room else "window"
-            assert got.stop == ("stop" if got.ids[-1] == 3 else full)
-            assert len(got.ids) == min(n, room) or got.stop == "stop"
+            assert len(got.ids) == min(n, WINDOW - len(ids)) or got.ids[-1] == 3
             if key in expected:  # it was not cancelled in time
                 assert expected[key] == (ids, got.ids)
                 compared += 1
@@ -432,10 +429,10 @@ def test_a_message_that_is_over_ends_there_and_is_the_beginning_of_the_unrestric
         return asyncio.run(make().generate([1, 2, 3], 30, key=(7,), **more))
 
     whole = message()
-    assert (whole.stop, whole.usage) == ("length", {"prompt": 3, "sampled": 30})
+    assert whole.usage == {"prompt": 3, "sampled": 30}
     for n in (1, 4, 30):
         got = message(is_over=lambda ids: len(ids) == 3 + n)
-        assert got.ids == whole.ids[:n] and got.stop == "block"
+        assert got.ids == whole.ids[:n]
         assert got.logprobs == whole.logprobs[:n]
 
 
@@ -482,7 +479,7 @@ def test_a_bad_request_fails_alone(pool, ids, max_tokens, message):
         done = await gather(sampler.generate(ids, max_tokens), *(
             sampler.generate(row, 6, sampling=GREEDY) for row in good))
         bad = done.pop(0)
-        assert isinstance(bad, SamplerError) and message in str(bad)
+        assert isinstance(bad, Lost) and message in str(bad)
         assert [got.ids for got in done] == [naive_greedy(MODEL, row, 6)[0] for row in good]
     asyncio.run(main())
 

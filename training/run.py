@@ -265,8 +265,8 @@ class Run:
         self.state.phase, self.state.step, self.state.checkpoint = "grpo", 0, ""
 
     def save_checkpoint(self, model, optimizer) -> None:
-        """Everything to continue from. Of a model with adapters only these are written: its
-        weights stay what the warm-up left."""
+        """Everything to continue from. With --lora-rank only the adapters are written: the
+        weights beside them stay what the warm-up left."""
         state = self.state
         name = f"{state.phase}-{state.step:06}"
         path = os.path.join(self.out, checkpoint.FOLDER, name)

@@ -15,13 +15,13 @@ def scripted(script: Callable, tokenizer):
     async def policy(node: Node, max_tokens: int, key: tuple) -> Completion:
         text = script(node, key)
         ids = tuple(tokenizer.message(text)) if tokenizer else ()
-        stop, sampled = "stop", len(ids) or len(text) // 4
+        sampled = len(ids) or len(text) // 4
         if sampled > max_tokens:
-            stop, sampled, ids = "length", max_tokens, ids[:max_tokens]
+            sampled, ids = max_tokens, ids[:max_tokens]
             text = tokenizer.decode(ids) if tokenizer else text[:4 * max_tokens]
         size = sum(len(m.ids) or len(m.text) // 4 for m in node.messages)
         usage = {"prompt": size, "sampled": sampled}
-        return Completion(text, ids, (0.0,) * len(ids), stop, usage)
+        return Completion(text, ids, (0.0,) * len(ids), usage)
     return policy
 
 
