@@ -49,7 +49,7 @@ from rlm import local_policy
 from sampler import Sampler
 from tasks import Question
 from training import settings
-from training.metrics import Clock, Watch, of_steps, shares, shorten
+from training.metrics import Watch, of_steps, shares, shorten
 from training.run import Run, State, flags_of_run, resuming
 from training.scores import WHAT_HELPS
 from training.settings import GROUPS, Config
@@ -217,26 +217,28 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | N
     """Steps of GRPO until --steps or --tokens are reached, or nothing is left to learn."""
     setup, state = run.setup, run.state
     config, questions = setup.config, setup.questions
-    clock = Clock(sampler.stats)
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
-        clock.start()
+        began, in_model = time.monotonic(), sampler.stats["seconds"]
         first = state.step * config.questions
         asked = [questions.draw("grpo", first + i) for i in range(config.questions)]
         key = config.seed, state.step
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
-        clock.trees_done()
+        in_model = sampler.stats["seconds"] - in_model
+        in_trees = time.monotonic() - began
         credits = grpo.credits_of(setup.objective, trees, config)
         batches = [grpo.make_sequences(part, credits, config)
                    for part in grpo.minibatches(trees, config)]
         measured = update(run, model, optimizer, reference, batches)
+        measured |= {"sample_s": in_model, "repl_s": max(0.0, in_trees - in_model),
+                     "update_s": time.monotonic() - began - in_trees}
         sequences = sum(batches, [])
 
         state.step += 1
         state.sampled += sum(node.sampled for tree in trees for node in tree.root.walk())
         signal = any(any(sequence.advantages) for sequence in sequences)
         state.silent = 0 if signal else state.silent + 1
-        run.log_step(trees, credits, sequences, measured | clock.seconds())
+        run.log_step(trees, credits, sequences, measured)
         if config.eval_every and state.step % config.eval_every == 0:
             reward = evaluate(run, model, sampler, "validation", questions.validation)
             if reward > state.best:

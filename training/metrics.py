@@ -21,7 +21,6 @@ node would lose by this alone, in the mean, is subtracted.
 Left out: held-out scores (scores.py), and the loss itself (grpo.py).
 """
 import math
-import time
 from collections import ChainMap, Counter, defaultdict
 from collections.abc import Callable
 from statistics import fmean, pstdev
@@ -39,26 +38,6 @@ MOST = 0.2  # how much a step may forget
 WATCHED = 64  # nodes per depth that are scored again, spread over the batch
 HALVINGS = 8
 ROUNDING = 0.02  # of a token's log-probability; 0.01 to 0.03 were measured
-
-
-class Clock:
-    """Where the seconds of a step go. `stats` are those of the sampler."""
-
-    def __init__(self, stats: dict):
-        self.stats = stats
-
-    def start(self) -> None:
-        self.began, self.in_model = time.monotonic(), self.stats["seconds"]
-
-    def trees_done(self) -> None:
-        """From here on the step updates the weights."""
-        self.updating = time.monotonic()
-        self.sample_s = self.stats["seconds"] - self.in_model
-
-    def seconds(self) -> dict:
-        outside = self.updating - self.began - self.sample_s
-        return {"sample_s": self.sample_s, "repl_s": max(0.0, outside),
-                "update_s": time.monotonic() - self.updating}
 
 
 def describe(trees: list[Tree], credits: dict) -> dict:
