@@ -175,7 +175,8 @@ async def answer(method: str, question: Question, policy, tokenizer, config: RLM
 def measure(flags: EvalConfig) -> None:
     """Put every question to every method, and print the scores."""
     config = load_config(flags.model, math.inf, flags.sandbox, flags.rlm)
-    specs = listed(flags.tasks) or ["" if flags.data else trained_task(config)]
+    by_rows = flags.data and not util.is_path(config.task)
+    specs = listed(flags.tasks) or ["" if by_rows else trained_task(config)]
     loaded = [tasks.load(spec, flags.data) for spec in specs]
     asked = {tasks.name_of(task): task for task in loaded}
     for name in asked:

@@ -410,8 +410,8 @@ BUILTINS = [name for name in vars(Builtins) if not name.startswith("_")]
 
 
 def short_traceback(error: BaseException, most: int) -> str:
-    """The exception, and above it the lines of the model's own code that led there. If
-    that has more than `most` characters, the exception's last line alone."""
+    """The exception, and above it the lines of the model's own code that led there: not if
+    they would take more than half of `most` characters, and the rest be cut."""
     stack = traceback.extract_tb(error.__traceback__)
     own = [entry for entry in stack if re.fullmatch(r"<repl \d+>", entry.filename)]
     lines = [f'  File "<repl>", line {e.lineno}, in {e.name}\n    {e.line}' for e in own]
@@ -419,8 +419,9 @@ def short_traceback(error: BaseException, most: int) -> str:
         lines = [*lines[:4], f"  ... [{len(lines) - 8} frames cut]", *lines[-4:]]
     if lines:
         lines.insert(0, "Traceback (most recent call last):")
-    exception = traceback.format_exception_only(error)
+    exception = traceback.format_exception_only(error)  # of wrong syntax also where it is
+    message = next((line for line in exception if not line.startswith("  ")), "").rstrip()
     shown = "\n".join([*lines, "".join(exception).rstrip()])
-    if len(shown) > most:
-        shown = exception[-1].rstrip()
+    if len(shown) > most and 2 * shown.find(message) > most:
+        shown = message
     return cut(re.sub(r'(?m)^  File "<repl \d+>"', '  File "<repl>"', shown), most)

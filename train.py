@@ -22,7 +22,6 @@ again, float16 with a scaled loss; none was better.
 """
 import asyncio
 import math
-import os
 import random
 import statistics
 import sys
@@ -79,9 +78,7 @@ def main() -> None:
             rank += "all hosts need one directory --out: "
         sys.exit(f"train.py: {rank}{error}")
     except KeyboardInterrupt:
-        begun = os.path.exists(os.path.join(config.out, "run.json"))
-        more = f"; continue with: {resuming(config, world)}" if begun else ""
-        sys.exit(f"train.py: interrupted{more}")
+        sys.exit(f"train.py: interrupted; continue with: {resuming(config, world)}")
 
 
 def train(config: Config, world: World) -> None:
@@ -219,12 +216,12 @@ def grpo_loop(run: Run, model: Decoder, optimizer: AdamW, reference: Decoder | N
     config, questions = setup.config, setup.questions
 
     while progress(config, state) < 1 and state.silent < SILENT_STEPS:
-        began, in_model = time.monotonic(), sampler.stats["seconds"]
+        began, model_began = time.monotonic(), sampler.stats["seconds"]
         first = state.step * config.questions
         asked = [questions.draw("grpo", first + i) for i in range(config.questions)]
         key = config.seed, state.step
         trees = sample_trees(setup, model, sampler, asked, key, "trees", config.group)
-        in_model = sampler.stats["seconds"] - in_model
+        in_model = sampler.stats["seconds"] - model_began
         in_trees = time.monotonic() - began
         credits = grpo.credits_of(setup.objective, trees, config)
         batches = [grpo.make_sequences(part, credits, config)

@@ -128,9 +128,11 @@ def read_flags(description: str, config_type, groups, earlier=lambda args: {}):
         group = made.add_argument_group(title)
         for f in fields(group_type):
             _add(common if f.metadata["common"] else group, f)
+    # Flags may stand between words. But what follows -- is a word, which only one knows.
+    parse = made.parse_args if "--" in sys.argv else made.parse_intermixed_args
     # A resumed run takes its flags from a file; those that are given now still win.
-    made.set_defaults(**earlier(made.parse_intermixed_args()))
-    args = vars(made.parse_intermixed_args())
+    made.set_defaults(**earlier(parse()))
+    args = vars(parse())
     return config_type(**{f.name: args[f.name] for f in fields(config_type)})
 
 

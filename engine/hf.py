@@ -67,7 +67,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _checked(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    if raw.get("model_type") == WRAPPER:  # it has these two fields, its decoder not
+    if raw.get("model_type") == WRAPPER:  # only the wrapper has these two fields
         raw = raw.get("text_config", {}) | {field: raw.get(field) for field in (
             "tie_word_embeddings", "quantization_config")}
     raw = {field: value for field, value in raw.items() if value is not None}

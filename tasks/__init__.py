@@ -126,14 +126,14 @@ def checked(id: str, task: str, made: Any) -> Question:
     """A Question from what a task's `make` or `read` returned. Raises ValueError if that is
     not (query, context, gold)."""
     match made:
-        case (str() as query, str() | list() | dict() as context, gold) if query.strip():
+        case (str() as query, str() | list() | dict() as context, gold):
             with suppress(TypeError):
                 json.dumps(gold)
                 return Question(id, task, query, context, gold)
     parts = made if isinstance(made, tuple) else [made]
     types = ", ".join(type(part).__name__ for part in parts)
-    raise ValueError(f"{task}: ({types}) in place of (query, context, gold); a query is "
-                     "text, a context a str, a list or a dict, a gold any JSON value")
+    raise ValueError(f"{task}: ({types}) in place of (query, context, gold); a query is a "
+                     "str, a context a str, a list or a dict, a gold any JSON value")
 
 
 def score_of(question: Question, answer: Any) -> float:

@@ -176,12 +176,13 @@ def test_a_checkpoint_runs_no_code_of_its_own(command, short_run, tmp_path):
     (model / "task.py").write_text("raise SystemExit('it ran')")
     saved = json.loads((model / "rlm.json").read_text())
     (model / "rlm.json").write_text(json.dumps(saved | {"task": str(model / "task.py")}))
-    flags = "--model", model, "--n", 1
+    flags = "--model", model, "--data", PAPERS, "--n", 1
     assert f"is a program, {model}/task.py: name it" in command(*flags)[0]
     with pytest.raises(ValueError, match="name it"):
         RLM(model).completion("q", "c")
     assert command(*flags, "--tasks", "evidence")[0] is None
-    assert command(*flags, "--data", PAPERS)[0] is None  # the rows decide
+    (model / "rlm.json").write_text(json.dumps(saved | {"task": "qa"}))
+    assert command(*flags)[0] is None  # of tasks that are here the rows decide
 
 
 # What the n-th tree of a question scores; None: the machine loses it.

@@ -96,9 +96,12 @@ def test_variables_before_an_exception_survive_and_the_traceback_is_short():
     assert "repl.py" not in two.error and "tools" not in two.error
     assert "SyntaxError" in three.error
     assert "RecursionError" in four.error and len(four.error) < 1000
-    undefined, syntax = run("contxt", "for", output_chars=60)  # too few for the lines above
+    undefined, syntax, note = run(  # of 60 characters the lines above would take all
+        "contxt", "for", "e = KeyError(1)\ne.add_note('')\nraise e", output_chars=60)
     assert undefined.error.startswith("NameError: name 'contxt' is not defined")
-    assert syntax.error == "SyntaxError: invalid syntax"
+    assert (syntax.error, note.error) == ("SyntaxError: invalid syntax", "KeyError: 1")
+    [long] = run("{}['y' * 3000]", output_chars=500)
+    assert "    {}['y' * 3000]\nKeyError: 'yyy" in long.error
 
 
 def test_builtins_are_put_back():

@@ -3,6 +3,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from queue import Queue
 from threading import Thread
@@ -13,6 +14,7 @@ import ask
 import prompts
 import rlm
 import tasks
+import util
 from config import RLMConfig, load_config
 from conftest import ROOT, command
 from prompts import opening, parse
@@ -554,3 +556,12 @@ def test_the_demo_shows_its_turns_then_answer_gold_and_score(monkeypatch, capsys
     assert (gold, score) == (f"gold: {answer}", "score: 1.00")
     assert len(set(re.findall(r"^--- (rlm \d+) wrote$", err, re.MULTILINE))) == (
         answer.count(":")) and "--- root reads " in err
+
+
+@pytest.mark.parametrize("argv, question, files", [
+    (["q?", "--seed", "3", "a", "b"], "q?", ["a", "b"]),
+    (["--seed", "3", "--", "-5?", "--c"], "-5?", ["--c"])])
+def test_flags_stand_before_between_and_behind_words(argv, question, files, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ask.py", *argv])
+    flags = util.read_flags("", ask.AskConfig, {"": ask.Asked, " ": ask.Answering})
+    assert (flags.question, flags.files, flags.seed) == (question, files, 3)

@@ -93,18 +93,19 @@ def test_a_node_keeps_its_strategy(monkeypatch):
 
 
 def test_the_fields_of_rows_choose_the_task_and_bad_rows_are_counted(tmp_path, capsys):
-    """Twelve rows: six questions, a paper, and five that nobody can read."""
+    """Thirteen rows: six questions, a paper, and six that nobody can read."""
     rows = [{"question": f"q{i}", "context": f"a {i}", "answer": "a"} for i in range(6)]
     rows += [json.loads(PAPERS.read_text().splitlines()[0])]
     rows += [{"question": "q", "context": 5, "answer": "a"}, {"question": "q"}, 7,
              {"question": "q", "context": "c"},
-             {"question": None, "context": "c", "answer": 1}]
+             {"question": None, "context": "c", "answer": 1},
+             {"question": " ", "context": "c", "answer": "a"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     task = tasks.load("", str(path))
     assert tasks.name_of(task) == "qa" and len(read(str(path), task)) == 6
     said = capsys.readouterr().out
-    assert "so the task is qa" in said and "6 of 12 rows left out" in said
+    assert "so the task is qa" in said and "7 of 13 rows left out" in said
     for both in ({"answer": "a", "answers": None}, {"answer": None, "answers": ["a"]}):
         assert task.read({"question": "q", "context": "c", **both})[2] == ["a"]
     path.write_text('{"text": "x"}')

@@ -117,6 +117,8 @@ def read(path: str, task: ModuleType) -> list[Question]:
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             made = tasks.checked("", name, task.read(row))
+            if not made.query.strip():
+                raise ValueError("the question is empty")
             content = json.dumps([made.query, made.context, made.answer])
             id = "row-" + hashlib.sha256(content.encode()).hexdigest()[:12]
             questions.append(replace(made, id=id))

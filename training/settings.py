@@ -71,7 +71,7 @@ class WarmupConfig:
     """The supervised steps before GRPO."""
     warmup: str = flag(
         "", "what to imitate: scripts, or a JSONL file of trees (eval.py --save); empty: "
-            "scripts for a model that is made, nothing with --model", common=True)
+            "scripts, where there are supervised steps", common=True)
     warmup_steps: int = flag(
         BY_CHECKPOINT, "supervised steps before GRPO; 0: none",
         shown=by_checkpoint("warmup_steps"))
