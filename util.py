@@ -128,7 +128,7 @@ def read_flags(description: str, config_type, groups, earlier=lambda args: {}):
         group = made.add_argument_group(title)
         for f in fields(group_type):
             _add(common if f.metadata["common"] else group, f)
-    # Flags may stand between words. But what follows -- is a word, which only one knows.
+    # Flags may stand between words. That parser does not know `--`, the other one does.
     parse = made.parse_args if "--" in sys.argv else made.parse_intermixed_args
     # A resumed run takes its flags from a file; those that are given now still win.
     made.set_defaults(**earlier(parse()))
